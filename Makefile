@@ -1,0 +1,30 @@
+# Every target does its own set-up: on a fresh machine nothing has to be run by hand before.
+SHELL := /bin/bash
+BIN := .venv/bin
+# Nothing here asks a hub for models or data.
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: setup demo test test-slow lint bench clean
+
+setup:
+	@infra/setup.sh
+
+demo: setup  ## train two precision arms on the tiny task and compare them
+	$(BIN)/fp8rl demo
+
+test: setup  ## all that fits: unit, contract and pipeline tests
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-slow: setup  ## the rest: several seeds of the learning run
+	$(BIN)/pytest -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup  ## timings, as JSON under benchmarks/results/
+	$(BIN)/python -m benchmarks.pipeline
+
+clean:
+	rm -rf .venv *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,66 @@
+"""The device seam: the one place that asks what device a run is on.
+
+It chooses engine, learner spec and transport; every other module is told. Imports without torch,
+so that `fp8rl validate` and `fp8rl explain` answer at once.
+"""
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from fp8rl.recipe.rules import RecipeError
+from fp8rl.recipe.schema import Device, Linear, Recipe
+
+
+@dataclass(frozen=True)
+class Backends:
+    """What runs each part of a run, in words a report can show."""
+
+    device: Device
+    threads: int
+    devices: int
+    engine: str
+    rollout_linears: str
+    kv_cache: str
+    learner: str
+    learner_linears: str
+    transport: str
+
+
+def resolve(recipe: Recipe) -> Backends:
+    """The backends of `recipe` on this machine.
+
+    `device: auto` means the CPU as long as the CUDA side is not built, so it never depends on the
+    machine. Raises RecipeError for `device: cuda`, and where the CPU engine is not installed.
+    """
+    if recipe.device is Device.CUDA:
+        raise RecipeError(
+            "device: cuda is not built yet. What comes: vLLM's own block-wise FP8 linears, "
+            "Megatron-core with Transformer Engine, weights by CUDA IPC or NCCL. Set device: cpu"
+        )
+    if find_spec("vllm") is None:
+        raise RecipeError("device: cpu needs vLLM's CPU build: install fp8rl with the extra `cpu`")
+    precision = recipe.precision
+    return Backends(
+        device=Device.CPU,
+        threads=recipe.threads or len(os.sched_getaffinity(0)),
+        devices=1,
+        engine="vLLM, CPU build, in process",
+        rollout_linears=(
+            "block-wise W8A8 FP8: fp8rl's vLLM method, FP8 codes, FP32 products (emulated)"
+            if precision.rollout is Linear.FP8
+            else "BF16, vLLM's own kernels"
+        ),
+        kv_cache=(
+            "FP8 E4M3, vLLM's own CPU kernels"
+            if precision.kv_cache is Linear.FP8
+            else "BF16, vLLM's own CPU kernels"
+        ),
+        learner="Megatron-core GPTModel, FP32 master weights, BF16 activations",
+        learner_linears=(
+            "block-wise FP8 forward, dgrad and wgrad: fp8rl reference, FP32 products (emulated)"
+            if precision.learner is Linear.FP8
+            else "BF16, torch"
+        ),
+        transport="safetensors files, checked by digest",
+    )

@@ -1,0 +1,72 @@
+"""Padded batches from ragged rollouts."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class LogprobError(ValueError):
+    """A sampled token without a finite rollout log-prob."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences padded on the right.
+
+    tokens: int64 [B, S]. lengths: int64 [B], prompt and response. mask: bool [B, S-1], true where
+    token j+1 is a response token. g: FP32 [B, S-1], rollout log-prob of token j+1, 0 outside mask.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    mask: Tensor
+    g: Tensor
+
+    def rows(self, index: slice) -> "Batch":
+        """Some of the sequences, cut to the longest of them."""
+        longest = int(self.lengths[index].max())
+        return Batch(
+            self.tokens[index, :longest],
+            self.lengths[index],
+            self.mask[index, : longest - 1],
+            self.g[index, : longest - 1],
+        )
+
+    @property
+    def valid(self) -> Tensor:
+        """bool [B, S]: tokens that are not padding."""
+        return torch.arange(self.tokens.shape[1])[None] < self.lengths[:, None]
+
+
+def make_batch(
+    prompts: list[list[int]], responses: list[list[int]], logprobs: list[list[float]] | None = None
+) -> Batch:
+    """A batch of prompt + response sequences, token in, token out.
+
+    logprobs: of each response token; None where there are none (g is 0 then).
+    Raises LogprobError where one is missing or not finite, and ValueError for an empty response.
+    """
+    lengths = torch.tensor([len(a) + len(b) for a, b in zip(prompts, responses, strict=True)])
+    longest = int(lengths.max())
+    tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    mask = torch.zeros(len(prompts), longest - 1, dtype=torch.bool)
+    g = torch.zeros(len(prompts), longest - 1)
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        if not response:
+            raise ValueError(f"sample {row} has an empty response")
+        tokens[row, : lengths[row]] = torch.tensor(prompt + response)
+        span = slice(len(prompt) - 1, len(prompt) - 1 + len(response))
+        mask[row, span] = True
+        if logprobs is None:
+            continue
+        if len(logprobs[row]) != len(response):
+            raise LogprobError(
+                f"sample {row}: {len(logprobs[row])} log-probs for {len(response)} tokens"
+            )
+        g[row, span] = torch.tensor(logprobs[row])
+    bad = ~torch.isfinite(g) & mask
+    if bool(bad.any()):
+        rows = sorted(set(bad.nonzero()[:, 0].tolist()))
+        raise LogprobError(f"{int(bad.sum())} rollout log-probs are not finite, in samples {rows[:10]}")
+    return Batch(tokens, lengths, mask, g)

@@ -1,0 +1,249 @@
+"""The learner: the policy in Megatron-core, its optimiser, and what it publishes.
+
+One process, one rank. It counts weight versions: `load` sets one, every `train` makes the next, and
+each method that depends on the weights takes the version that its caller expects and refuses
+another, so that a restarted or doubly called learner cannot pass unnoticed.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fp8rl.learner.batch import Batch
+from fp8rl.learner.correction import importance_weights
+from fp8rl.learner.kv_calibration import AmaxObserver
+from fp8rl.learner.logprobs import token_logprobs
+from fp8rl.learner.loss import clipped_policy_loss
+from fp8rl.mismatch import mismatch_panel
+from fp8rl.model.dims import read_dims
+from fp8rl.model.kv_scales import KvScales
+from fp8rl.model.megatron import PolicyModel, read_hf_weights
+from fp8rl.model.precision import Format, assert_effective, make_plan
+from fp8rl.model.published import SCALE_SUFFIX, Manifest, write_published
+from fp8rl.recipe.rules import plan_rules
+from fp8rl.recipe.schema import Linear, Recipe
+
+
+class VersionError(RuntimeError):
+    """A caller expected other weights than are held."""
+
+
+@dataclass
+class TrainResult:
+    """version: of the new weights. metrics: by the name that tracking uses."""
+
+    version: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Learner:
+    """Trains the policy of `recipe` whose Hugging Face folder is `model_dir`.
+
+    linear: format of the linears; the recipe's own where None (the warm start always asks for BF16).
+    """
+
+    def __init__(self, model_dir: Path, recipe: Recipe, *, linear: Linear | None = None) -> None:
+        torch.set_num_threads(recipe.threads or torch.get_num_threads())
+        torch.use_deterministic_algorithms(True)
+        self.recipe = recipe
+        self.dims = read_dims(model_dir)
+        precision = recipe.precision
+        self.plan = make_plan(plan_rules(precision, linear or precision.learner), self.dims)
+        self.rollout_plan = make_plan(plan_rules(precision, precision.rollout), self.dims)
+        self.model = PolicyModel(
+            self.dims,
+            self.plan,
+            pow2_weight=precision.pow2_weights,
+            pow2_activation=precision.pow2_activations,
+        )
+        self.version: int | None = None
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        options = recipe.learner
+        self.optimiser = torch.optim.AdamW(
+            self._parameters,
+            lr=options.lr,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            foreach=True,
+        )
+
+    def require_version(self, expected: int) -> None:
+        """Raises VersionError unless the weights held are those of version `expected`."""
+        if self.version != expected:
+            held = "no weights" if self.version is None else f"version {self.version}"
+            raise VersionError(f"the learner holds {held}; version {expected} was expected")
+
+    def load(self, folder: Path, version: int) -> None:
+        """Loads master weights from the safetensors in `folder` as weight `version`."""
+        self.model.load(read_hf_weights(folder, self.dims))
+        self.version = version
+
+    def precision_table(self) -> list[dict[str, str]]:
+        """Requested and effective format of every parameter.
+
+        Effective is what a forward pass did run. Raises PrecisionPlanError where the two differ.
+        """
+        with torch.no_grad():
+            self.model(torch.zeros(1, 2, dtype=torch.int64))
+        effective = self.model.effective_formats()
+        assert_effective(self.plan, effective, where="the learner")
+        return [
+            {
+                "parameter": name,
+                "requested": decision.format.value,
+                "effective": effective[name].value,
+                "rule": decision.rule,
+            }
+            for name, decision in self.plan.items()
+        ]
+
+    def _micro_batches(self, batch: Batch, size: int) -> list[Batch]:
+        count = len(batch.lengths)
+        return [batch.rows(slice(i, min(i + size, count))) for i in range(0, count, size)]
+
+    def _logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+        return token_logprobs(self.model(batch.tokens), batch.tokens, temperature)
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, *, version: int) -> Tensor:
+        """FP32 [B, S-1] log-probs of `batch` under weight `version`; 0 outside the response."""
+        self.require_version(version)
+        result = torch.zeros_like(batch.g)
+        start = 0
+        for part in self._micro_batches(batch, self.recipe.learner.micro_batch):
+            logp, _ = self._logprobs(part, self.recipe.rollout.temperature)
+            rows = slice(start, start + len(part.lengths))
+            result[rows, : logp.shape[1]] = torch.where(part.mask, logp, 0.0)
+            start = rows.stop
+        return result
+
+    def supervised_step(self, batch: Batch, lr: float) -> float:
+        """One optimiser step on the cross-entropy of the response tokens; returns the loss.
+
+        The recipe's lr, decay and betas are those of RL; the warm start passes its own lr.
+        """
+        self.optimiser.zero_grad(set_to_none=True)
+        tokens = int(batch.mask.sum())
+        logp, _ = self._logprobs(batch, 1.0)
+        loss = -torch.where(batch.mask, logp, 0.0).sum() / tokens
+        loss.backward()
+        self._step(lr)
+        self.version = None  # no published version has these weights
+        return float(loss)
+
+    def train(self, batch: Batch, advantages: Tensor, *, iteration: int, version: int) -> TrainResult:
+        """Trains on one iteration's samples, which weight `version` drew; makes version + 1.
+
+        advantages: FP32 [B]. Metrics compare rollout and learner before the first update. With one
+        update the old log-probs are those of the training forward itself; with more they are
+        computed first, by a pass of their own.
+        """
+        self.require_version(version)
+        options = self.recipe.learner
+        lr = options.lr * min(1.0, iteration / (options.warmup_iterations + 1))
+        per_update = len(batch.lengths) // options.updates
+        old = None if options.updates == 1 else self.logprobs(batch, version=version)
+        self.version = None  # half-trained until the end
+        p_parts, entropies, losses, norms = [], [], [], []
+        clipped = 0
+        for update in range(options.updates):
+            rows = slice(update * per_update, (update + 1) * per_update)
+            part = batch.rows(rows)
+            tokens = int(part.mask.sum())
+            self.optimiser.zero_grad(set_to_none=True)
+            total = 0.0
+            start = rows.start
+            for micro in self._micro_batches(part, options.micro_batch):
+                span = slice(start, start + len(micro.lengths))
+                start = span.stop
+                c, entropy = self._logprobs(micro, self.recipe.rollout.temperature)
+                p = c.detach() if old is None else old[span, : c.shape[1]]
+                out = clipped_policy_loss(
+                    c,
+                    p,
+                    advantages[span],
+                    importance_weights(p, micro.g, self.recipe.correction),
+                    micro.mask,
+                    tokens=tokens,
+                    clip_low=options.clip_low,
+                    clip_high=options.clip_high,
+                )
+                out.loss.backward()
+                total += float(out.loss.detach())
+                clipped += int(out.clipped)
+                entropies.append(entropy[micro.mask])
+                p_parts.append(torch.nn.functional.pad(p, (0, batch.g.shape[1] - p.shape[1])))
+            norms.append(self._step(lr))
+            losses.append(total)
+        self.version = version + 1
+        p_all = torch.cat(p_parts)
+        panel = mismatch_panel(batch.g, p_all, batch.mask, truncate=self.recipe.correction.truncate)
+        tokens = int(batch.mask.sum())
+        metrics = {f"mismatch/{name}": value for name, value in panel.items()} | {
+            "train/loss": sum(losses) / len(losses),
+            "train/grad_norm": max(norms),
+            "train/lr": lr,
+            "train/clip_fraction": clipped / tokens,
+            "train/entropy": float(torch.cat(entropies).mean()),
+        }
+        return TrainResult(self.version, metrics)
+
+    def _step(self, lr: float) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(
+            self._parameters, self.recipe.learner.grad_clip, error_if_nonfinite=True
+        )
+        for group in self.optimiser.param_groups:
+            group["lr"] = lr
+        self.optimiser.step()
+        return float(norm)
+
+    def published_tensors(self) -> dict[str, Tensor]:
+        """What the rollout engine is to hold, by Hugging Face name, in the rollout's formats.
+
+        FP8: float8_e4m3fn codes, and FP32 descales under `<name>_scale_inv`. The rest: BF16.
+        """
+        masters = self.model.export()
+        tensors: dict[str, Tensor] = {}
+        for slot in self.model.table:
+            fp8 = self.rollout_plan[slot.hf[0]].format is Format.FP8_BLOCK
+            codes = self.model.quantised(slot) if fp8 else {}
+            for name in slot.hf:
+                if fp8:
+                    tensors[name] = codes[name].codes.view(torch.float8_e4m3fn)
+                    tensors[name + SCALE_SUFFIX] = codes[name].scale_inv
+                else:
+                    tensors[name] = masters[name].bfloat16()
+        return tensors
+
+    def publish(self, folder: Path, *, version: int) -> Manifest:
+        """Requantises weight `version` and writes it into `folder` with its manifest."""
+        self.require_version(version)
+        return write_published(folder, version, self.published_tensors())
+
+    def save(self, folder: Path) -> None:
+        """Writes the FP32 master weights to `folder`/model.safetensors."""
+        from safetensors.torch import save_file
+
+        save_file(self.model.export(), folder / "model.safetensors")
+
+    @torch.no_grad()
+    def calibrate_kv(self, batch: Batch, *, version: int, source: str) -> KvScales:
+        """KV scales of weight `version` over the prompt and response tokens of `batch`."""
+        self.require_version(version)
+        observer = AmaxObserver()
+        self.model.set_observer(observer)
+        try:
+            for part in self._micro_batches(batch, self.recipe.learner.micro_batch):
+                observer.start_batch(part.valid)
+                self.model(part.tokens)
+        finally:
+            self.model.set_observer(None)
+        return observer.scales(
+            layers=self.dims.layers,
+            margin=self.recipe.precision.kv_margin,
+            version=version,
+            source=source,
+        )

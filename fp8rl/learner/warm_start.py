@@ -1,0 +1,62 @@
+"""The warm start: a short supervised phase, cached by what it is made of."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from fp8rl.data.corpus import corpus
+from fp8rl.data.tasks import build_prompts
+from fp8rl.learner.batch import Batch, make_batch
+from fp8rl.learner.learner import Learner
+from fp8rl.recipe.schema import Linear, Recipe
+
+# Raise it when a change of code changes what the same recipe trains.
+_VERSION = 1
+
+
+def warm_start_key(recipe: Recipe) -> str:
+    """A digest of all that decides the warm-started weights; the arm's precision is not among it."""
+    parts = recipe.model_dump(mode="json", include={"seed", "threads", "model", "warm_start", "task"})
+    optimiser = recipe.learner.model_dump(
+        mode="json", include={"weight_decay", "betas", "eps", "grad_clip"}
+    )
+    text = json.dumps([_VERSION, parts, optimiser], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class WarmStart:
+    """Trains the tiny model in `model_dir` (config and tokenizer) from random weights, in BF16."""
+
+    def __init__(self, recipe: Recipe, model_dir: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self.options = recipe.warm_start
+        self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        self.learner = Learner(model_dir, recipe, linear=Linear.BF16)
+        self.learner.model.reset(recipe.seed)
+        _, val = build_prompts(recipe.task, recipe.seed)
+        self.batches = corpus(
+            recipe.task,
+            steps=self.options.steps,
+            batch_size=self.options.batch_size,
+            correct=self.options.correct,
+            seed=recipe.seed,
+            exclude=set(val["question"]),
+        )
+        self.done = 0
+
+    def advance(self, steps: int) -> dict[str, Any]:
+        """Up to `steps` optimiser steps; returns {"done", "total", "loss" of the last}."""
+        loss = float("nan")
+        for pairs in self.batches[self.done : self.done + steps]:
+            warmup = min(1.0, (self.done + 1) / max(1, self.options.warmup_steps))
+            loss = self.learner.supervised_step(self._batch(pairs), self.options.lr * warmup)
+            self.done += 1
+        return {"done": self.done, "total": len(self.batches), "loss": loss}
+
+    def _batch(self, pairs: list[tuple[str, str]]) -> Batch:
+        end = self.tokenizer.eos_token_id
+        prompts = [self.tokenizer(question).input_ids for question, _ in pairs]
+        answers = [self.tokenizer(a, add_special_tokens=False).input_ids for _, a in pairs]
+        return make_batch(prompts, [[*answer, end] for answer in answers])

@@ -1,0 +1,89 @@
+"""Every accommodation that Megatron-core 0.16.1 needs to run on a CPU, and the call it answers.
+
+here                  the Megatron call it answers
+--------------------  --------------------------------------------------------------------------
+`init_single_rank`    parallel_state.initialize_model_parallel wants a process group: gloo, one rank
+`CpuRotaryEmbedding`  RotaryEmbedding.get_emb moves inv_freq to torch.cuda.current_device()
+`SdpaAttention`       DotProductAttention.forward forks get_cuda_rng_tracker()
+`CPU_CONFIG`          TransformerConfig: CPU initialisation, no fused CUDA or jit kernels
+
+tests/contract/test_megatron_cpu.py holds each against the installed Megatron-core, so that an
+upgrade that changes one of these calls fails there.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from torch import Tensor, nn
+
+CPU_CONFIG: dict[str, Any] = {
+    "use_cpu_initialization": True,
+    "perform_initialization": False,  # weights are always loaded, from a file or from our own init
+    "apply_rope_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+}
+
+
+def init_single_rank() -> None:
+    """Initialises torch.distributed (gloo) and Megatron's groups for one rank, once a process."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel()
+
+
+class CpuRotaryEmbedding(RotaryEmbedding):
+    """Megatron's rotary embedding, with its frequencies left where they are."""
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """[seq, 1, 1, head_dim] FP32 angles, halves repeated (not interleaved)."""
+        freqs = self.get_freqs_non_repeated(max_seq_len, offset)
+        return torch.cat((freqs, freqs), dim=-1)[:, None, None, :]
+
+
+QkvObserver = Callable[[int, Tensor, Tensor, Tensor], None]
+
+
+class SdpaAttention(nn.Module):
+    """Causal core attention by torch's scaled_dot_product_attention, grouped queries included.
+
+    An observer, where one is set, sees the layer number (from 0) and q, k, v [s, b, heads, head_dim]
+    as attention gets them: after QK-norm and rotary embedding. KV calibration reads them there.
+    """
+
+    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any):
+        super().__init__()
+        self.layer = layer_number - 1  # Megatron counts from 1, over all pipeline stages
+        self.softmax_scale = softmax_scale
+        self.observer: QkvObserver | None = None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """query [s, b, heads, d]; key, value [s, b, kv_heads, d] -> [s, b, heads * d].
+
+        Sequences are padded on the right: a causal mask alone keeps padding out of real positions.
+        """
+        if kwargs.get("packed_seq_params") is not None:
+            raise NotImplementedError("packed sequences are not supported by the CPU attention")
+        if self.observer is not None:
+            self.observer(self.layer, query, key, value)
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.permute(2, 0, 1, 3).flatten(2)

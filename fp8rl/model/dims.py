@@ -1,0 +1,89 @@
+"""The dimensions of a model, read from its Hugging Face config. Imports without torch."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SUPPORTED_MODEL_TYPES = ("llama",)
+
+
+class UnsupportedModelError(ValueError):
+    """The model's config asks for something that fp8rl does not build."""
+
+
+@dataclass(frozen=True)
+class ModelDims:
+    """Sizes of a Llama-architecture decoder. head_dim need not be hidden / heads."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied_embeddings: bool
+    max_positions: int
+    rope_theta: float
+    norm_eps: float
+    init_std: float
+
+    @property
+    def q_rows(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_rows(self) -> int:
+        return self.kv_heads * self.head_dim
+
+
+def dims_from_hf(config: dict[str, Any], *, source: str = "config.json") -> ModelDims:
+    """Dimensions from a Hugging Face config dict.
+
+    Raises UnsupportedModelError naming the field that is not supported.
+    """
+
+    def refuse(field: str, why: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{source}: {field}={config.get(field)!r}: {why}")
+
+    if config.get("model_type") not in SUPPORTED_MODEL_TYPES:
+        raise refuse("model_type", f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
+    for field in ("attention_bias", "mlp_bias"):
+        if config.get(field):
+            raise refuse(field, "biases are not supported yet")
+    if config.get("hidden_act", "silu") != "silu":
+        raise refuse("hidden_act", "only silu (SwiGLU) is supported")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise refuse("rope_parameters", "only the default rotary embedding is supported yet")
+    missing = [
+        key
+        for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+        if key not in config
+    ]
+    if missing:
+        raise UnsupportedModelError(f"{source}: missing {', '.join(missing)}")
+    heads = config["num_attention_heads"]
+    return ModelDims(
+        hidden=config["hidden_size"],
+        intermediate=config["intermediate_size"],
+        layers=config["num_hidden_layers"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        vocab=config["vocab_size"],
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        max_positions=config.get("max_position_embeddings", 2048),
+        rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        init_std=float(config.get("initializer_range", 0.02)),
+    )
+
+
+def read_dims(model_dir: Path) -> ModelDims:
+    """Dimensions of the Hugging Face model in `model_dir`."""
+    path = model_dir / "config.json"
+    if not path.is_file():
+        raise UnsupportedModelError(f"{model_dir}: no config.json; not a Hugging Face model folder")
+    return dims_from_hf(json.loads(path.read_text()), source=str(path))

@@ -1,0 +1,83 @@
+"""The layers that enter Megatron through its layer spec: planned linears and an RMS norm.
+
+Parameters are the FP32 masters themselves; each layer rounds them to what it computes in. So there
+is one copy of the weights, the FP8 codes come from the masters, and the optimiser is plain.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from torch import Tensor, nn
+
+from fp8rl.model.precision import Format
+from fp8rl.numerics.linear import Fp8Weight, Projections, fp8_linear
+
+
+class PlannedLinear:
+    """What a Megatron parallel linear needs to compute in the format that the plan decides.
+
+    `plan` must be called before the first forward. `effective` is the format of the last forward:
+    what did run, not what was asked for.
+    """
+
+    requested: Format | None = None
+    effective: Format | None = None
+    fp8: Fp8Weight | None = None
+    pow2_activation: bool = False
+
+    def plan(
+        self, projections: Projections, fmt: Format, *, pow2_weight: bool, pow2_activation: bool
+    ) -> None:
+        """Sets the format and the projections that this layer holds."""
+        self.requested = fmt
+        self.pow2_activation = pow2_activation
+        self.fp8 = Fp8Weight(projections, power_of_two=pow2_weight) if fmt is Format.FP8_BLOCK else None
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.requested is None:
+            raise RuntimeError("a planned linear was run before its precision was decided")
+        if self.fp8 is not None:
+            self.effective = Format.FP8_BLOCK
+            return fp8_linear(x, weight, self.fp8, power_of_two_activation=self.pow2_activation)
+        self.effective = Format.BF16
+        return nn.functional.linear(x, weight.to(x.dtype))
+
+
+class PlannedColumnLinear(PlannedLinear, ColumnParallelLinear):
+    """Megatron's column-parallel linear, with the product in the planned format."""
+
+    def _forward_impl(
+        self, input: Tensor, weight: Tensor, bias: Any, *_: Any, allreduce_dgrad: bool, **__: Any
+    ) -> Tensor:
+        if bias is not None:
+            raise NotImplementedError("biases are not supported yet")
+        if allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=self.tp_group)
+        return self._product(input, weight)
+
+
+class PlannedRowLinear(PlannedLinear, RowParallelLinear):
+    """Megatron's row-parallel linear, with the product in the planned format."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+        return self._product(input, weight)
+
+
+class RmsNorm(nn.Module):
+    """RMS norm computed in FP32 and rounded once to the input's dtype, as vLLM's kernel does.
+
+    The weight is rounded to the input's dtype first: that is the weight which vLLM holds.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (normed * self.weight.to(x.dtype).float()).to(x.dtype)

@@ -1,0 +1,258 @@
+"""Builds Megatron-core's GPTModel from a Hugging Face config, and moves weights in and out of it."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from fp8rl.model.cpu_megatron import (
+    CPU_CONFIG,
+    CpuRotaryEmbedding,
+    SdpaAttention,
+    init_single_rank,
+)
+from fp8rl.model.dims import ModelDims
+from fp8rl.model.layers import PlannedColumnLinear, PlannedLinear, PlannedRowLinear, RmsNorm
+from fp8rl.model.names import Slot, megatron_row_order, name_table
+from fp8rl.model.precision import Decision, Format
+from fp8rl.numerics.blockwise import QuantisedWeight
+from fp8rl.numerics.linear import Fp8Weight, Projections
+
+
+class WeightsError(ValueError):
+    """Weights that do not fit the model: the text names the tensors."""
+
+
+def _layer_spec() -> ModuleSpec:
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RmsNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=PlannedColumnLinear,
+                    core_attention=SdpaAttention,
+                    linear_proj=PlannedRowLinear,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RmsNorm,
+            mlp=ModuleSpec(
+                module=MLP,
+                submodules=MLPSubmodules(linear_fc1=PlannedColumnLinear, linear_fc2=PlannedRowLinear),
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _config(dims: ModelDims) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=dims.layers,
+        hidden_size=dims.hidden,
+        ffn_hidden_size=dims.intermediate,
+        num_attention_heads=dims.heads,
+        num_query_groups=dims.kv_heads,
+        kv_channels=dims.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=dims.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=torch.float32,
+        **CPU_CONFIG,
+    )
+
+
+class PolicyModel(nn.Module):
+    """A policy in Megatron-core, addressed by Hugging Face names.
+
+    Parameters are FP32 masters. Activations are `compute_dtype` (BF16; FP32 for comparisons).
+    `plan` decides the format of each linear.
+    """
+
+    def __init__(
+        self,
+        dims: ModelDims,
+        plan: Mapping[str, Decision],
+        *,
+        compute_dtype: torch.dtype = torch.bfloat16,
+        pow2_weight: bool = False,
+        pow2_activation: bool = False,
+    ) -> None:
+        super().__init__()
+        init_single_rank()
+        self.dims = dims
+        self.table = name_table(dims)
+        self.compute_dtype = compute_dtype
+        self.pow2_weight = pow2_weight
+        self.gpt = GPTModel(
+            _config(dims),
+            _layer_spec(),
+            vocab_size=dims.vocab,
+            max_sequence_length=dims.max_positions,
+            share_embeddings_and_output_weights=dims.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=dims.rope_theta,
+        )
+        # GPTModel makes these two itself, so they are replaced rather than named in the spec.
+        self.gpt.rotary_pos_emb = CpuRotaryEmbedding(
+            kv_channels=dims.head_dim,
+            rotary_percent=1.0,
+            rotary_base=dims.rope_theta,
+            use_cpu_initialization=True,
+        )
+        self.gpt.decoder.final_layernorm = RmsNorm(self.gpt.config, dims.hidden, eps=dims.norm_eps)
+        # The residual stream is in the compute dtype from the embedding on.
+        self.gpt.embedding.register_forward_hook(lambda _m, _i, out: out.to(compute_dtype))
+        self.gpt.output_layer._forward_impl = _output_product
+        self._order = {
+            slot.megatron: None if rows is None else torch.tensor(rows)
+            for slot in self.table
+            for rows in [megatron_row_order(slot, dims)]
+        }
+        self._parameters_by_name = dict(self.gpt.named_parameters())
+        self.linears: dict[str, tuple[Slot, PlannedLinear]] = {}
+        for slot in self.table:
+            if slot.is_linear:
+                module = self.gpt.get_submodule(slot.megatron.removesuffix(".weight"))
+                assert isinstance(module, PlannedLinear)
+                module.plan(
+                    self._projections(slot),
+                    plan[slot.hf[0]].format,
+                    pow2_weight=pow2_weight,
+                    pow2_activation=pow2_activation,
+                )
+                self.linears[slot.megatron] = (slot, module)
+
+    def _projections(self, slot: Slot) -> Projections:
+        return Projections(slot.hf, slot.rows, self._order[slot.megatron])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 [batch, seq], padded on the right -> logits [batch, seq, vocab], compute dtype."""
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        logits: Tensor = self.gpt(tokens, positions, attention_mask=None)
+        return logits
+
+    def set_observer(self, observer: Callable[[int, Tensor, Tensor, Tensor], None] | None) -> None:
+        """Lets `observer` see q, k, v of every layer (`SdpaAttention`); None takes it away."""
+        for module in self.gpt.modules():
+            if isinstance(module, SdpaAttention):
+                module.observer = observer
+
+    def effective_formats(self) -> dict[str, Format]:
+        """The format that each parameter was used in by the last forward, by Hugging Face name."""
+        formats = {}
+        for slot in self.table:
+            if slot.is_linear:
+                effective = self.linears[slot.megatron][1].effective
+                if effective is None:
+                    raise RuntimeError("effective formats are known after a first forward only")
+            else:
+                effective = Format.BF16
+            formats.update(dict.fromkeys(slot.hf, effective))
+        return formats
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Sets every parameter from Hugging Face names, exactly once.
+
+        Raises WeightsError naming missing, unknown and misshapen tensors; then nothing is loaded.
+        """
+        shapes = {
+            name: (rows,) if slot.columns is None else (rows, slot.columns)
+            for slot in self.table
+            for name, rows in zip(slot.hf, slot.rows, strict=True)
+        }
+        problems = [f"{name}: missing" for name in shapes if name not in weights]
+        problems += [f"{name}: not a parameter of this model" for name in weights.keys() - shapes]
+        problems += [
+            f"{name}: shape {tuple(weights[name].shape)}, needs {shape}"
+            for name, shape in shapes.items()
+            if name in weights and tuple(weights[name].shape) != shape
+        ]
+        if problems:
+            raise WeightsError("weights do not fit the model:\n  " + "\n  ".join(sorted(problems)))
+        for slot in self.table:
+            parts = [weights[name].float() for name in slot.hf]
+            self._parameters_by_name[slot.megatron].copy_(self._projections(slot).join(parts))
+
+    @torch.no_grad()
+    def export(self) -> dict[str, Tensor]:
+        """Copies of the FP32 masters by Hugging Face name."""
+        weights: dict[str, Tensor] = {}
+        for slot in self.table:
+            parts = self._projections(slot).split(self._parameters_by_name[slot.megatron].detach())
+            weights.update({n: p.clone() for n, p in zip(slot.hf, parts, strict=True)})
+        return weights
+
+    def quantised(self, slot: Slot) -> dict[str, QuantisedWeight]:
+        """Codes and descales of a linear slot by Hugging Face name.
+
+        Where this model computes the slot in FP8 they are the very codes of its own forward.
+        """
+        master = self._parameters_by_name[slot.megatron]
+        fp8 = self.linears[slot.megatron][1].fp8
+        if fp8 is None:
+            fp8 = Fp8Weight(self._projections(slot), power_of_two=self.pow2_weight)
+        return fp8.quantised(master)
+
+    def reset(self, seed: int) -> None:
+        """Random weights: normal with the config's standard deviation, norms at one.
+
+        Matrices that write to the residual stream are scaled by 1 / sqrt(2 * layers), as in GPT-2.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        residual_std = self.dims.init_std / (2 * self.dims.layers) ** 0.5
+        weights: dict[str, Tensor] = {}
+        for slot in self.table:
+            for name, rows in zip(slot.hf, slot.rows, strict=True):
+                if slot.columns is None:
+                    weights[name] = torch.ones(rows)
+                else:
+                    residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                    std = residual_std if residual else self.dims.init_std
+                    weights[name] = std * torch.randn(rows, slot.columns, generator=generator)
+        self.load(weights)
+
+
+def _output_product(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+    return F.linear(input, weight.to(input.dtype))
+
+
+def read_hf_weights(folder: Path, dims: ModelDims) -> dict[str, Tensor]:
+    """Tensors of a Hugging Face folder's safetensors files, by name.
+
+    Raises WeightsError where there is no file, a tensor is in two, or a tied output projection is
+    stored with values of its own.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise WeightsError(f"{folder}: no *.safetensors file")
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in load_file(file).items():
+            if name in weights:
+                raise WeightsError(f"{name} is in two files of {folder}")
+            weights[name] = tensor
+    if dims.tied_embeddings and "lm_head.weight" in weights:
+        head = weights.pop("lm_head.weight")
+        if not torch.equal(head, weights.get("model.embed_tokens.weight", head.new_empty(0))):
+            raise WeightsError(f"{folder}: tied embeddings, but lm_head.weight differs from them")
+    return weights

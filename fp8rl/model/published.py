@@ -1,0 +1,108 @@
+"""Published weights: what the learner sends and the engine loads, as files with a manifest.
+
+    weights/v00003/weights.safetensors   tensors by Hugging Face name; FP8 ones as E4M3 bytes with
+                                         their FP32 descales beside them as `<name>_scale_inv`
+    weights/v00003/manifest.json         version, and shape, dtype and sha256 of every tensor
+
+The manifest is written last; a folder without one is not a version.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fp8rl.journal import write_atomic
+
+SCALE_SUFFIX = "_scale_inv"
+_FILE = "weights.safetensors"
+_MANIFEST = "manifest.json"
+
+
+class PublishedWeightsError(ValueError):
+    """Published weights that are incomplete or not what their manifest says."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """tensors: {name: {"shape", "dtype", "sha256"}}. digest: sha256 over all of them, in order."""
+
+    version: int
+    tensors: dict[str, dict[str, object]]
+    digest: str
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """sha256 of a tensor's bytes."""
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _manifest(version: int, tensors: Mapping[str, Tensor]) -> Manifest:
+    entries: dict[str, dict[str, object]] = {
+        name: {
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "sha256": tensor_digest(tensor),
+        }
+        for name, tensor in sorted(tensors.items())
+    }
+    digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+    return Manifest(version, entries, digest)
+
+
+def version_folder(weights: Path, version: int) -> Path:
+    """The folder of a weight version."""
+    return weights / f"v{version:05d}"
+
+
+def write_published(folder: Path, version: int, tensors: Mapping[str, Tensor]) -> Manifest:
+    """Writes `tensors` as weight `version` into `folder`, tensors first, manifest last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = _manifest(version, tensors)
+    temporary = folder / f".{_FILE}.tmp"
+    save_file({name: t.contiguous() for name, t in tensors.items()}, temporary)
+    temporary.replace(folder / _FILE)
+    write_atomic(folder / _MANIFEST, json.dumps(manifest.__dict__, indent=1).encode())
+    return manifest
+
+
+def read_published(folder: Path, version: int) -> tuple[Manifest, dict[str, Tensor]]:
+    """Reads weight `version` from `folder` and checks every tensor against the manifest.
+
+    Raises PublishedWeightsError naming the file, version or tensors that are wrong.
+    """
+    manifest = read_manifest(folder)
+    if manifest.version != version:
+        raise PublishedWeightsError(
+            f"{folder} holds weight version {manifest.version}, wanted {version}"
+        )
+    path = folder / _FILE
+    if not path.is_file():
+        raise PublishedWeightsError(f"{path} is missing; the version was cleaned up or never whole")
+    tensors = load_file(path)
+    found = _manifest(version, tensors)
+    if found != manifest:
+        names = sorted(found.tensors.keys() | manifest.tensors.keys())
+        wrong = [n for n in names if found.tensors.get(n) != manifest.tensors.get(n)]
+        raise PublishedWeightsError(f"{path} is not what its manifest says: {', '.join(wrong)}")
+    return manifest, tensors
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in `folder`; raises PublishedWeightsError where there is none."""
+    path = folder / _MANIFEST
+    if not path.is_file():
+        raise PublishedWeightsError(f"{folder} has no {_MANIFEST}: not a whole weight version")
+    return Manifest(**json.loads(path.read_text()))
+
+
+def drop_tensors_before(weights: Path, version: int) -> None:
+    """Deletes the tensors of versions before `version`; their manifests stay."""
+    for folder in weights.glob("v*"):
+        if int(folder.name[1:]) < version:
+            (folder / _FILE).unlink(missing_ok=True)

@@ -1,0 +1,37 @@
+"""Progress events: the flow tells, a live view listens. With no listener nothing happens."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Event:
+    """kind: "phase" (text, done, total), "step" (text, iteration), "iteration" (iteration, metrics)."""
+
+    kind: str
+    text: str = ""
+    iteration: int = 0
+    done: int = 0
+    total: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+Listener = Callable[[Event], None]
+_listeners: list[Listener] = []
+
+
+def emit(event: Event) -> None:
+    """Tells every listener of this process."""
+    for listener in _listeners:
+        listener(event)
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Has `listener` told of every event inside the block."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)

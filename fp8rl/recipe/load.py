@@ -1,0 +1,195 @@
+"""Reads a recipe: YAML with `extends:`, dotted overrides, and where each value came from.
+
+extends: base.yaml          # a path beside this file; read first, this file on top
+precision: {rollout: fp8}
+"""
+
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from fp8rl.recipe.rules import RecipeError
+from fp8rl.recipe.schema import Recipe
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe, its file, and the origin of each value by dotted key ("default" if not listed)."""
+
+    recipe: Recipe
+    path: Path
+    origins: dict[str, str]
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> LoadedRecipe:
+    """Reads the recipe at `path`, applies `overrides` ("key.sub=value") and validates it.
+
+    Raises RecipeError with every unknown key (and the nearest known one) and every bad value.
+    """
+    path = Path(path)
+    values, origins = _read(path, ())
+    for text in overrides or []:
+        _override(values, origins, text)
+    problems = list(_unknown_keys(values, Recipe, "", origins))
+    if problems:
+        raise RecipeError(f"{path}: " + "\n".join(problems))
+    values.setdefault("arm", path.stem)
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        raise RecipeError(_explain(error, path, origins)) from None
+    if recipe.name is not None:
+        check_name(recipe.name)
+    return LoadedRecipe(recipe, path, origins)
+
+
+def check_name(name: str) -> None:
+    """Raises RecipeError unless `name` can name a folder and an MLflow run."""
+    if not _NAME.fullmatch(name):
+        raise RecipeError(
+            f"name: {name!r} cannot name a run; use letters, digits, '.', '_' and '-', up to 100, "
+            "beginning with a letter or digit"
+        )
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    if path.resolve() in seen:
+        chain = " -> ".join(str(p) for p in (*seen, path.resolve()))
+        raise RecipeError(f"extends goes in a circle: {chain}")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        by = f" (named by extends in {seen[-1]})" if seen else ""
+        raise RecipeError(f"no recipe at {path}{by}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"{path}: not readable as YAML: {error}") from None
+    content = {} if content is None else content
+    if not isinstance(content, dict):
+        raise RecipeError(f"{path}: a recipe is a mapping of keys to values")
+    base: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    parent = content.pop("extends", None)
+    if parent is not None:
+        if not isinstance(parent, str):
+            raise RecipeError(f"{path}: extends names one file, not {parent!r}")
+        base, origins = _read(path.parent / parent, (*seen, path.resolve()))
+    _merge(base, content, origins, str(path), "")
+    return base, origins
+
+
+def _merge(
+    base: dict[str, Any], new: dict[str, Any], origins: dict[str, str], origin: str, prefix: str
+) -> None:
+    for key, value in new.items():
+        dotted = f"{prefix}{key}"
+        # `options` are the task's own: they replace, so that another task starts clean.
+        if isinstance(value, dict) and dotted != "task.options":
+            if not isinstance(base.get(key), dict):
+                base[key] = {}
+            origins.setdefault(dotted, origin)
+            _merge(base[key], value, origins, origin, f"{dotted}.")
+        else:
+            base[key] = value
+            origins[dotted] = origin
+
+
+def _override(values: dict[str, Any], origins: dict[str, str], text: str) -> None:
+    dotted, separator, raw = text.partition("=")
+    if not separator or not dotted:
+        raise RecipeError(f"override {text!r}: write it as key=value, for example iterations=2")
+    try:
+        value = yaml.safe_load(raw)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"override {text!r}: the value is not readable: {error}") from None
+    *parents, last = dotted.split(".")
+    target = values
+    for key in parents:
+        if not isinstance(target.get(key), dict):
+            target[key] = {}
+        target = target[key]
+    target[last] = value
+    origins[dotted] = "command line"
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    candidates = [annotation, *get_args(annotation)]
+    for candidate in candidates:
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def dotted_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
+    """Every key of a recipe, dotted."""
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        section = _section(field.annotation)
+        keys += dotted_keys(section, f"{prefix}{name}.") if section else [f"{prefix}{name}"]
+    return keys
+
+
+def _unknown_keys(
+    values: dict[str, Any], model: type[BaseModel], prefix: str, origins: dict[str, str]
+) -> list[str]:
+    problems = []
+    for key, value in values.items():
+        dotted = f"{prefix}{key}"
+        field = model.model_fields.get(str(key))
+        if field is None:
+            problems.append(_unknown(dotted, model, prefix, origins))
+            continue
+        section = _section(field.annotation)
+        if section and isinstance(value, dict):
+            problems += _unknown_keys(value, section, f"{dotted}.", origins)
+    return problems
+
+
+def _unknown(dotted: str, model: type[BaseModel], prefix: str, origins: dict[str, str]) -> str:
+    siblings = [f"{prefix}{name}" for name in model.model_fields]
+    near = difflib.get_close_matches(dotted, siblings, n=1, cutoff=0.6)
+    if not near:
+        # Right name, wrong place: `lr` for `learner.lr`.
+        last = dotted.rsplit(".", 1)[-1]
+        by_last = {key.rsplit(".", 1)[-1]: key for key in reversed(dotted_keys())}
+        near = [by_last[name] for name in difflib.get_close_matches(last, by_last, n=1)]
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(siblings)}"
+    where = f" ({origins[dotted]})" if dotted in origins else ""
+    return f"unknown key {dotted!r}{where}{hint}"
+
+
+def _explain(error: ValidationError, path: Path, origins: dict[str, str]) -> str:
+    lines = []
+    for item in error.errors():
+        dotted = ".".join(str(part) for part in item["loc"])
+        origin = origins.get(dotted, str(path))
+        lines.append(f"{dotted}: {item['msg']} (got {item['input']!r}, from {origin})")
+    return f"{path}: " + "\n".join(lines)
+
+
+def flatten(recipe: Recipe) -> dict[str, str]:
+    """Every value of the recipe by dotted key, as text: MLflow's params."""
+    flat: dict[str, str] = {}
+
+    def walk(values: dict[str, Any], prefix: str) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict) and value:
+                walk(value, f"{prefix}{key}.")
+            else:
+                text = isinstance(value, str)
+                flat[f"{prefix}{key}"] = value if text else json.dumps(value)
+
+    walk(recipe.model_dump(mode="json"), "")
+    return flat
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The resolved recipe as YAML that `load_recipe` reads back."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)

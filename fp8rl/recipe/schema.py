@@ -1,0 +1,180 @@
+"""The recipe: everything that a run needs, typed, frozen and free of torch.
+
+Every field has a default, so that a recipe file is a minimal diff. Bounds that concern one field
+stand here; rules that concern several stand in `rules.py`.
+"""
+
+import hashlib
+import json
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """Base of all parts of a recipe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Device(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Linear(StrEnum):
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+
+class CorrectionMode(StrEnum):
+    OFF = "off"
+    TOKEN = "token"  # w = exp(p - g) of each token
+
+
+class TinyModel(Section):
+    """Dimensions of the tiny Llama model that the demo trains from nothing."""
+
+    hidden_size: PositiveInt = 256
+    intermediate_size: PositiveInt = 512
+    layers: PositiveInt = 4
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 2
+    max_positions: PositiveInt = 256
+    tied_embeddings: bool = True
+
+
+class Model(Section):
+    path: str | None = None
+    """Folder of a Hugging Face Llama model. Empty: the tiny model below, warm-started."""
+    tiny: TinyModel = TinyModel()
+
+
+class WarmStart(Section):
+    """Supervised phase that gives the tiny model something for RL to sharpen.
+
+    Its corpus is of mixed quality, as pretraining data are: only `correct` of the answers are right.
+    It always trains in BF16, so that all arms start from the same weights. Cached by content.
+    """
+
+    steps: NonNegativeInt = 220
+    batch_size: PositiveInt = 128
+    lr: PositiveFloat = 1e-3
+    warmup_steps: NonNegativeInt = 20
+    correct: Annotated[float, Field(ge=0, le=1)] = 0.4
+
+
+class Task(Section):
+    name: str = "reverse_digits"
+    """A reasoning-gym dataset by name, or a generator of ours behind the same interface."""
+    options: dict[str, Any] = {}
+    """Options of the generator, as its config class names them."""
+    train_prompts: PositiveInt = 4096
+    val_prompts: PositiveInt = 128
+
+
+class Precision(Section):
+    rollout: Linear = Linear.BF16
+    """Linears of the rollout engine. fp8: W8A8, 128x128 blocks."""
+    learner: Linear = Linear.BF16
+    """Linears of the learner. fp8: forward, dgrad and wgrad."""
+    kv_cache: Linear = Linear.BF16
+    """KV cache of the rollout engine. fp8: E4M3, one descale per layer, recalibrated each step."""
+    kv_margin: Annotated[float, Field(ge=1, le=2)] = 1.05
+    """KV descale = amax * margin / 448."""
+    first_layers_bf16: NonNegativeInt = 0
+    last_layers_bf16: NonNegativeInt = 0
+    keep_bf16: tuple[str, ...] = ()
+    """Further parameters kept in BF16: Hugging Face names, `*` and `?` allowed."""
+    pow2_weights: bool = False
+    """Weight scales rounded down to powers of two, on both sides."""
+    pow2_activations: bool = False
+    """Activation and gradient scales rounded down to powers of two, on both sides."""
+
+
+class Rollout(Section):
+    prompts: PositiveInt = 32
+    """Prompts of one iteration."""
+    samples: PositiveInt = 8
+    """Samples of each prompt: the group of GRPO."""
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: int = -1
+    """-1: off."""
+    max_prompt_tokens: PositiveInt = 64
+    """Longer prompts are refused when the data are prepared."""
+    max_new_tokens: PositiveInt = 16
+    chunk_size: PositiveInt = 256
+    """Sequences generated at a time, in fixed order from a clean prefix cache."""
+    kv_cache_mib: PositiveInt = 256
+
+
+class Learner(Section):
+    lr: PositiveFloat = 1e-4
+    warmup_iterations: NonNegativeInt = 3
+    weight_decay: NonNegativeFloat = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    grad_clip: PositiveFloat = 1.0
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    updates: PositiveInt = 1
+    """Optimiser steps on the samples of one iteration."""
+    micro_batch: PositiveInt = 128
+    """Sequences in one forward and backward pass; does not change the gradient."""
+
+
+class Correction(Section):
+    """Rollout correction: importance weights of learner over rollout log-probs."""
+
+    mode: CorrectionMode = CorrectionMode.TOKEN
+    truncate: Annotated[float, Field(gt=1)] = 2.0
+    """Upper bound of a weight (truncated importance sampling)."""
+    allow_off_with_fp8: bool = False
+    """Say yes to an FP8 rollout without correction."""
+
+
+class Evaluate(Section):
+    every: PositiveInt = 10
+    samples: PositiveInt = 4
+    """Samples of each prompt at temperature 1, besides the greedy answer."""
+
+
+class Tracking(Section):
+    uri: str | None = None
+    """MLflow tracking URI. Empty: MLFLOW_TRACKING_URI, else SQLite in the runs folder."""
+    experiment: str = "fp8rl"
+
+
+class Recipe(Section):
+    name: str | None = None
+    """Name of the run. Empty: made of date and recipe."""
+    arm: str | None = None
+    """Name of the precision arm in comparisons. Empty: the recipe file's name."""
+    seed: NonNegativeInt = 0
+    iterations: PositiveInt = 50
+    device: Device = Device.AUTO
+    threads: NonNegativeInt = 0
+    """CPU threads of the engine and of the learner. 0: all cores."""
+    runs_dir: str = "runs"
+    model: Model = Model()
+    warm_start: WarmStart = WarmStart()
+    task: Task = Task()
+    precision: Precision = Precision()
+    rollout: Rollout = Rollout()
+    learner: Learner = Learner()
+    correction: Correction = Correction()
+    evaluate: Evaluate = Evaluate()
+    tracking: Tracking = Tracking()
+
+    def digest(self) -> str:
+        """sha256 over what can change numbers: all but names, places and tracking."""
+        values = self.model_dump(mode="json", exclude={"name", "arm", "runs_dir", "tracking"})
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,235 @@
+"""The rollout engine: vLLM in this process, fed by published weights only.
+
+vLLM is started with dummy weights. Everything it computes with comes through `load_weights` and
+`apply_kv_scales`, each with a version; until both are in, it refuses to generate. Tokens go in and
+tokens come out: text is the caller's business.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8rl.data.seeds import seed_of
+from fp8rl.model.dims import read_dims
+from fp8rl.model.kv_scales import KvScales, LayerScales
+from fp8rl.model.precision import Decision, assert_effective, make_plan
+from fp8rl.model.published import read_published
+from fp8rl.recipe.rules import plan_rules
+from fp8rl.recipe.schema import Linear, Recipe
+
+# vLLM reads these when it is imported. One process, so that weights can be reached in place. No
+# dynamo: on a CPU it would spend 15 seconds compiling one helper of the sampler.
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+class EngineStateError(RuntimeError):
+    """The engine does not hold what its caller expects, or is not whole."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to generate. seed is ignored where temperature is 0 (greedy)."""
+
+    prompt: list[int]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """tokens: without the prompt, the end token included where it came. logprobs: of each sampled
+    token, in nats, after temperature; empty for greedy answers. finish: "stop" or "length".
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish: str
+
+
+def requests_for(
+    prompts: list[list[int]], ids: list[int], samples: int, *, run_seed: int, iteration: int
+) -> list[Request]:
+    """`samples` requests of each prompt, in order; seeds from (run seed, iteration, prompt, sample)."""
+    return [
+        Request(prompt, seed_of(run_seed, iteration, prompt_id, sample))
+        for prompt, prompt_id in zip(prompts, ids, strict=True)
+        for sample in range(samples)
+    ]
+
+
+class Engine:
+    """vLLM for the Hugging Face folder `model_dir`, in the precision of `recipe`'s rollout."""
+
+    def __init__(self, model_dir: Path, recipe: Recipe, *, max_len: int) -> None:
+        os.environ.update(_ENVIRONMENT)
+        from vllm import LLM
+
+        from fp8rl.rollout import vllm_plugin
+
+        vllm_plugin.register()
+        self.recipe = recipe
+        self.dims = read_dims(model_dir)
+        self.eos = _eos_tokens(model_dir)
+        self.plan: dict[str, Decision] = make_plan(
+            plan_rules(recipe.precision, recipe.precision.rollout), self.dims
+        )
+        self.fp8_kv = recipe.precision.kv_cache is Linear.FP8
+        self.llm = LLM(
+            model=str(model_dir),
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            load_format="dummy",
+            quantization=vllm_plugin.METHOD,
+            hf_overrides={
+                "quantization_config": {
+                    "quant_method": vllm_plugin.METHOD,
+                    "formats": {name: d.format.value for name, d in self.plan.items()},
+                    "pow2_activations": recipe.precision.pow2_activations,
+                }
+            },
+            kv_cache_dtype="fp8" if self.fp8_kv else "auto",
+            kv_cache_memory_bytes=recipe.rollout.kv_cache_mib * 2**20,
+            max_model_len=max_len,
+            max_num_seqs=recipe.rollout.chunk_size,
+            logprobs_mode="processed_logprobs",
+            enforce_eager=True,
+            seed=recipe.seed,
+            disable_log_stats=True,
+        )
+        self.weights = self.inside(self._weights_view)
+        self.version: int | None = None
+        self.kv_version: int | None = None
+
+    def inside(self, function: Any) -> Any:
+        """Runs `function` on the live vLLM model and returns its result."""
+        return self.llm.apply_model(function)[0]
+
+    def _weights_view(self, model: Any) -> Any:
+        from fp8rl.rollout.engine_weights import EngineWeights
+
+        return EngineWeights(model, self.dims)
+
+    def load_weights(self, folder: Path, version: int) -> str:
+        """Loads weight `version` from its published folder; returns the manifest's digest.
+
+        The engine refuses to generate from the first byte until all of it is in. KV scales of
+        another version no longer count. Raises PublishedWeightsError naming what does not fit.
+        """
+        manifest, tensors = read_published(folder, version)
+        self.version = self.kv_version = None
+        self.weights.load(tensors)
+        self._drop_prefix_cache()
+        self.version = version
+        return manifest.digest
+
+    def apply_kv_scales(self, scales: KvScales) -> list[LayerScales]:
+        """Sets the KV scales of the weights held and returns those read back from the engine."""
+        if not self.fp8_kv:
+            raise EngineStateError("the KV cache of this engine is BF16: it takes no scales")
+        if self.version is None:
+            raise EngineStateError("KV scales were sent before any weights")
+        scales.require_usable(layers=self.dims.layers, version=self.version)
+        self.kv_version = None
+        self.weights.apply_kv_scales(scales)
+        self._drop_prefix_cache()
+        self.kv_version = scales.version
+        used: list[LayerScales] = self.weights.read_kv_scales()
+        return used
+
+    def require_version(self, expected: int) -> None:
+        """Raises EngineStateError unless weights and KV scales are those of version `expected`."""
+        if self.version != expected:
+            held = "no whole weights" if self.version is None else f"weight version {self.version}"
+            raise EngineStateError(f"the engine holds {held}; version {expected} was expected")
+        if self.fp8_kv and self.kv_version != expected:
+            raise EngineStateError(
+                f"the engine has no KV scales for weight version {expected} "
+                f"(held: {self.kv_version}); recalibrate before generating"
+            )
+
+    def _drop_prefix_cache(self) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise EngineStateError("vLLM did not drop its prefix cache: blocks are still in use")
+
+    def generate(
+        self, requests: list[Request], *, version: int, temperature: float | None = None
+    ) -> list[Completion]:
+        """Generates under weight `version`, in chunks of fixed size and order.
+
+        Each chunk starts from a clean prefix cache, so that the same chunk gives the same tokens
+        (vLLM on a CPU is not invariant to how requests are batched). temperature: the recipe's where
+        None; 0 is greedy.
+        Raises EngineStateError as `require_version`, and where vLLM leaves out a log-prob.
+        """
+        self.require_version(version)
+        rollout = self.recipe.rollout
+        temperature = rollout.temperature if temperature is None else temperature
+        completions: list[Completion] = []
+        for start in range(0, len(requests), rollout.chunk_size):
+            self._drop_prefix_cache()
+            chunk = requests[start : start + rollout.chunk_size]
+            completions += self._generate_chunk(chunk, temperature)
+        return completions
+
+    def _generate_chunk(self, chunk: list[Request], temperature: float) -> list[Completion]:
+        from vllm import SamplingParams
+
+        rollout = self.recipe.rollout
+        sampled = temperature > 0
+        parameters = [
+            SamplingParams(
+                temperature=temperature,
+                top_p=rollout.top_p if sampled else 1.0,
+                top_k=rollout.top_k if sampled else -1,
+                seed=request.seed if sampled else None,
+                max_tokens=rollout.max_new_tokens,
+                stop_token_ids=self.eos,
+                logprobs=0 if sampled else None,
+                detokenize=False,
+            )
+            for request in chunk
+        ]
+        prompts = [{"prompt_token_ids": request.prompt} for request in chunk]
+        outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
+        return [_completion(output.outputs[0], sampled) for output in outputs]
+
+    def precision_report(self) -> dict[str, Any]:
+        """Requested and effective formats and the KV cache's types, after a forward pass.
+
+        Raises PrecisionPlanError or EngineStateError where they differ.
+        """
+        assert_effective(self.plan, self.weights.effective_formats(), where="the rollout engine")
+        kv = self.weights.kv_cache_types()
+        if kv["dtype"].startswith("fp8") != self.fp8_kv:
+            raise EngineStateError(f"KV cache requested fp8={self.fp8_kv}, effective {kv}")
+        return {
+            "kv_cache": kv,
+            "parameters": {name: d.format.value for name, d in self.plan.items()},
+        }
+
+
+def _completion(output: Any, sampled: bool) -> Completion:
+    tokens = list(output.token_ids)
+    logprobs: list[float] = []
+    if sampled:
+        for token, entries in zip(tokens, output.logprobs, strict=True):
+            if token not in entries:
+                raise EngineStateError(f"vLLM gave no log-prob for the sampled token {token}")
+            logprobs.append(entries[token].logprob)
+    return Completion(tokens, logprobs, str(output.finish_reason))
+
+
+def _eos_tokens(model_dir: Path) -> list[int]:
+    import json
+
+    for name in ("generation_config.json", "config.json"):
+        path = model_dir / name
+        if path.is_file():
+            eos = json.loads(path.read_text()).get("eos_token_id")
+            if eos is not None:
+                return eos if isinstance(eos, list) else [eos]
+    raise EngineStateError(f"{model_dir}: no eos_token_id in generation_config.json or config.json")
