@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from fp8rl.recipe.rules import RecipeError
+from fp8rl.recipe.rules import CUDA_NOT_BUILT, RecipeError
 from fp8rl.recipe.schema import Device, Linear, Recipe
 
 
@@ -34,10 +34,7 @@ def resolve(recipe: Recipe) -> Backends:
     machine. Raises RecipeError for `device: cuda`, and where the CPU engine is not installed.
     """
     if recipe.device is Device.CUDA:
-        raise RecipeError(
-            "device: cuda is not built yet. What comes: vLLM's own block-wise FP8 linears, "
-            "Megatron-core with Transformer Engine, weights by CUDA IPC or NCCL. Set device: cpu"
-        )
+        raise RecipeError(f"device: {CUDA_NOT_BUILT}")
     if find_spec("vllm") is None:
         raise RecipeError("device: cpu needs vLLM's CPU build: install fp8rl with the extra `cpu`")
     precision = recipe.precision

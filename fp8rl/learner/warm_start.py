@@ -1,7 +1,5 @@
 """The warm start: a short supervised phase, cached by what it is made of."""
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +8,6 @@ from fp8rl.data.tasks import build_prompts
 from fp8rl.learner.batch import Batch, make_batch
 from fp8rl.learner.learner import Learner
 from fp8rl.recipe.schema import Linear, Recipe
-
-# Raise it when a change of code changes what the same recipe trains.
-_VERSION = 1
-
-
-def warm_start_key(recipe: Recipe) -> str:
-    """A digest of all that decides the warm-started weights; the arm's precision is not among it."""
-    parts = recipe.model_dump(mode="json", include={"seed", "threads", "model", "warm_start", "task"})
-    optimiser = recipe.learner.model_dump(
-        mode="json", include={"weight_decay", "betas", "eps", "grad_clip"}
-    )
-    text = json.dumps([_VERSION, parts, optimiser], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class WarmStart:

@@ -22,11 +22,37 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe, its file, and the origin of each value by dotted key ("default" if not listed)."""
+    """A recipe, its file, and the file (or the command line) that set each dotted key."""
 
     recipe: Recipe
     path: Path
     origins: dict[str, str]
+
+    def origin(self, key: str) -> str:
+        """Where the value of `key` came from; "default" where nothing set it."""
+        while key not in self.origins and "." in key:
+            key = key.rpartition(".")[0]  # a mapping such as task.options is set as a whole
+        return self.origins.get(key, "default")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's scalars: `off` and `no` are words, `1e-4` is a number."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> LoadedRecipe:
@@ -65,7 +91,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str,
         chain = " -> ".join(str(p) for p in (*seen, path.resolve()))
         raise RecipeError(f"extends goes in a circle: {chain}")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = _yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         by = f" (named by extends in {seen[-1]})" if seen else ""
         raise RecipeError(f"no recipe at {path}{by}") from None
@@ -94,7 +120,6 @@ def _merge(
         if isinstance(value, dict) and dotted != "task.options":
             if not isinstance(base.get(key), dict):
                 base[key] = {}
-            origins.setdefault(dotted, origin)
             _merge(base[key], value, origins, origin, f"{dotted}.")
         else:
             base[key] = value
@@ -106,7 +131,7 @@ def _override(values: dict[str, Any], origins: dict[str, str], text: str) -> Non
     if not separator or not dotted:
         raise RecipeError(f"override {text!r}: write it as key=value, for example iterations=2")
     try:
-        value = yaml.safe_load(raw)
+        value = _yaml(raw)
     except yaml.YAMLError as error:
         raise RecipeError(f"override {text!r}: the value is not readable: {error}") from None
     *parents, last = dotted.split(".")

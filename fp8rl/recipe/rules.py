@@ -5,7 +5,12 @@ from dataclasses import dataclass
 
 from fp8rl.model.dims import ModelDims
 from fp8rl.model.precision import Format, PlanRules, PrecisionPlanError, make_plan
-from fp8rl.recipe.schema import CorrectionMode, Linear, Precision, Recipe
+from fp8rl.recipe.schema import CorrectionMode, Device, Linear, Precision, Recipe
+
+CUDA_NOT_BUILT = (
+    "cuda is not built yet. What comes: vLLM's own block-wise FP8 linears, Megatron-core with "
+    "Transformer Engine, weights by CUDA IPC or NCCL. Set device=cpu"
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,8 @@ def plan_rules(precision: Precision, linear: Linear) -> PlanRules:
 
 def check(recipe: Recipe, dims: ModelDims) -> list[Violation]:
     """All combinations in `recipe` that are refused for a model of `dims`; empty if it can run."""
-    return [*_sampling(recipe), *_precision(recipe, dims), *_sizes(recipe, dims)]
+    device = [Violation(("device",), CUDA_NOT_BUILT)] if recipe.device is Device.CUDA else []
+    return [*device, *_sampling(recipe), *_precision(recipe, dims), *_sizes(recipe, dims)]
 
 
 def require_valid(recipe: Recipe, dims: ModelDims) -> None:

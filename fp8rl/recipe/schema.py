@@ -11,6 +11,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+# Raise it when a change of code changes what the same warm start trains.
+WARM_START_CODE = 1
+
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -176,5 +179,17 @@ class Recipe(Section):
 
     def digest(self) -> str:
         """sha256 over what can change numbers: all but names, places and tracking."""
-        values = self.model_dump(mode="json", exclude={"name", "arm", "runs_dir", "tracking"})
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        return _digest(self.model_dump(mode="json", exclude={"name", "arm", "runs_dir", "tracking"}))
+
+    def warm_start_digest(self) -> str:
+        """Digest of all that decides the warm-started weights; the arm's precision is not among it."""
+        parts = {"seed", "threads", "model", "warm_start", "task"}
+        optimiser = {"weight_decay", "betas", "eps", "grad_clip"}
+        values = self.model_dump(mode="json", include=parts)
+        values["optimiser"] = self.learner.model_dump(mode="json", include=optimiser)
+        values["code"] = WARM_START_CODE
+        return _digest(values)[:16]
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

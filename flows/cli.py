@@ -1,0 +1,181 @@
+"""The `fp8rl` command: starts flows, and asks fp8rl.
+
+Exit codes: 0 done; 1 a run failed; 2 the recipe, its run name or the command's words are wrong, and
+nothing was started.
+"""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from flows.environment import prefect_is_configured, set_environment
+from fp8rl.device import resolve
+from fp8rl.journal import Journal, RunExistsError
+from fp8rl.model.dims import UnsupportedModelError
+from fp8rl.model.tiny import model_dims
+from fp8rl.recipe.load import LoadedRecipe, load_recipe
+from fp8rl.recipe.rules import RecipeError, require_valid
+from fp8rl.recipe.schema import Recipe
+
+app = typer.Typer(
+    help="GRPO reinforcement learning of language models in FP8, as a pipeline.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+console = Console()
+errors = Console(stderr=True)
+
+RecipePath = Annotated[Path, typer.Argument(help="Recipe file, for example configs/tiny/bf16.yaml")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Values to change: key=value, for example iterations=2")
+]
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """What the user can put right is said in words, without a trace."""
+    try:
+        yield
+    except (RecipeError, RunExistsError, UnsupportedModelError) as error:
+        errors.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def _checked(path: Path, overrides: list[str] | None) -> LoadedRecipe:
+    loaded = load_recipe(path, overrides)
+    require_valid(loaded.recipe, model_dims(loaded.recipe.model))
+    resolve(loaded.recipe)
+    return loaded
+
+
+@app.command()
+def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Check a recipe and every combination in it, without starting anything."""
+    with _user_errors():
+        loaded = _checked(recipe, overrides)
+    console.print(f"{recipe}: valid (digest {loaded.recipe.digest()[:12]})", highlight=False)
+
+
+@app.command()
+def explain(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Show a recipe's values and where each came from, its backends and its precision plan."""
+    from flows.explain import explain as show
+
+    with _user_errors():
+        show(_checked(recipe, overrides), console)
+
+
+@app.command()
+def run(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Train a recipe, from its first iteration to its last."""
+    with _user_errors():
+        loaded = _checked(recipe, overrides)
+        _refuse_taken_name(loaded.recipe)
+        set_environment(loaded.recipe.runs_dir)
+        with _stopping_ray():
+            summary = _train(loaded.recipe)
+    _print_summary({loaded.recipe.arm or "run": summary}, "Result")
+    _print_where(loaded.recipe, summary)
+
+
+@app.command()
+def demo(overrides: Overrides = None) -> None:
+    """Train FP8 end to end with FP8 KV cache, and BF16, on the tiny task, and compare the two."""
+    from flows.demo import demo_recipes, run_demo
+
+    with _user_errors():
+        recipes = demo_recipes(overrides or [], f"{datetime.now():%Y%m%d-%H%M%S}")
+        for recipe in recipes.values():
+            require_valid(recipe, model_dims(recipe.model))
+            resolve(recipe)
+            _refuse_taken_name(recipe)
+        first = next(iter(recipes.values()))
+        set_environment(first.runs_dir)
+        with _stopping_ray():
+            arms, folder = run_demo(recipes, _train)
+    _print_summary(arms, "The two arms side by side")
+    console.print(f"The same as data: {folder / 'summary.json'}; as a picture: {folder / 'arms.png'}")
+    _print_where(first, *arms.values())
+
+
+def _refuse_taken_name(recipe: Recipe) -> None:
+    """Says what is there before any service starts; `Journal.create` makes sure once more."""
+    if recipe.name is None:
+        return
+    journal = Journal(Path(recipe.runs_dir).resolve() / recipe.name)
+    if journal.folder.exists():
+        raise RunExistsError(journal.describe())
+
+
+def _train(recipe: Recipe) -> dict[str, Any]:
+    from flows.live_view import LiveView
+    from flows.training import train
+
+    with LiveView(console, f"{recipe.name or recipe.arm}: {recipe.iterations} iterations"):
+        return asyncio.run(train(recipe))
+
+
+@contextmanager
+def _stopping_ray() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        import ray
+
+        ray.shutdown()
+
+
+def _print_summary(arms: dict[str, dict[str, Any]], title: str) -> None:
+    from fp8rl.report import comparison_rows
+
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for arm in arms:
+        table.add_column(arm, justify="right")
+    for row in comparison_rows(arms):
+        table.add_row(*row)
+    console.print(table)
+
+
+def _print_where(recipe: Recipe, *summaries: dict[str, Any]) -> None:
+    from fp8rl.tracking import tracking_uri
+
+    runs = Path(recipe.runs_dir).resolve()
+    folders = ", ".join(str(runs / summary["run"]) for summary in summaries)
+    uri = tracking_uri(recipe)
+    lines = [f"Files of every step: {folders}", f"Curves: mlflow ui --backend-store-uri {uri}"]
+    if not prefect_is_configured_here(recipe):
+        lines.append(f"Flow runs: PREFECT_HOME={runs / '.prefect'} prefect server start")
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def prefect_is_configured_here(recipe: Recipe) -> bool:
+    """Whether flow runs went to a server of the user's, not to the embedded one."""
+    import os
+
+    embedded = str(Path(recipe.runs_dir).resolve() / ".prefect")
+    return prefect_is_configured() and os.environ.get("PREFECT_HOME") != embedded
+
+
+def main() -> None:
+    """Entry point of the `fp8rl` command."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        errors.print("stopped", style="red")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

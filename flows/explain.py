@@ -1,0 +1,43 @@
+"""`fp8rl explain`: what a recipe amounts to, before anything runs."""
+
+from rich.console import Console
+from rich.table import Table
+
+from fp8rl.device import resolve
+from fp8rl.model.names import name_table
+from fp8rl.model.precision import make_plan
+from fp8rl.model.tiny import model_dims
+from fp8rl.recipe.load import LoadedRecipe, flatten
+from fp8rl.recipe.rules import plan_rules
+
+
+def explain(loaded: LoadedRecipe, console: Console) -> None:
+    """Prints every value and its origin, the backend of each part, and the precision plan."""
+    recipe = loaded.recipe
+    values = Table(title=f"Recipe {loaded.path} (digest {recipe.digest()[:12]})", title_justify="left")
+    for heading in ("key", "value", "from"):
+        values.add_column(heading, overflow="fold")
+    for key, value in flatten(recipe).items():
+        values.add_row(key, value, loaded.origin(key))
+    console.print(values)
+
+    parts = Table(title="What runs each part", title_justify="left")
+    parts.add_column("part")
+    parts.add_column("effective", overflow="fold")
+    for name, backend in vars(resolve(recipe)).items():
+        parts.add_row(name.replace("_", " "), str(backend))
+    console.print(parts)
+
+    dims = model_dims(recipe.model)
+    precision = recipe.precision
+    rollout = make_plan(plan_rules(precision, precision.rollout), dims)
+    learner = make_plan(plan_rules(precision, precision.learner), dims)
+    plan = Table(title="Precision plan", title_justify="left")
+    for heading in ("parameter", "shape", "rollout", "learner", "rule"):
+        plan.add_column(heading, overflow="fold")
+    for slot in name_table(dims):
+        for name, rows in zip(slot.hf, slot.rows, strict=True):
+            shape = f"{rows} x {slot.columns}" if slot.columns else str(rows)
+            decision = rollout[name]
+            plan.add_row(name, shape, decision.format, learner[name].format, decision.rule)
+    console.print(plan)

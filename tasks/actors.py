@@ -1,0 +1,218 @@
+"""The Ray actors: a learner and a rollout engine, each thin around its class in fp8rl.
+
+They read step outputs from the run folder themselves, so the flow process never holds tensors and
+never imports torch. Every import of an engine is inside a method for the same reason.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8rl.context import RunContext
+from fp8rl.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from fp8rl.learner.learner import Learner
+    from fp8rl.learner.warm_start import WarmStart
+
+
+class LearnerActor:
+    """Holds a learner; before that, for the tiny model, its warm start."""
+
+    def __init__(self) -> None:
+        self._learner: Learner | None = None
+        self._warm_start: WarmStart | None = None
+
+    def start_warm_start(self, recipe: Recipe, model_dir: Path) -> None:
+        from fp8rl.learner.warm_start import WarmStart
+
+        self._warm_start = WarmStart(recipe, model_dir)
+
+    def advance_warm_start(self, steps: int) -> dict[str, Any]:
+        assert self._warm_start is not None
+        return self._warm_start.advance(steps)
+
+    def finish_warm_start(self, folder: Path) -> None:
+        """Writes the weights into `folder`."""
+        assert self._warm_start is not None
+        self._warm_start.learner.save(folder)
+        self._warm_start = None
+
+    def open(self, context: RunContext) -> list[dict[str, str]]:
+        """Builds the learner with the run's initial weights as version 0.
+
+        Returns the table of requested and effective precision.
+        """
+        from fp8rl.learner.learner import Learner
+
+        self._learner = Learner(context.model_dir, context.recipe)
+        self._learner.load(context.model_dir, 0)
+        return self._learner.precision_table()
+
+    def version(self) -> int | None:
+        return None if self._learner is None else self._learner.version
+
+    @property
+    def learner(self) -> "Learner":
+        if self._learner is None:
+            raise RuntimeError("the learner actor was not opened")
+        return self._learner
+
+    def train(self, context: RunContext, iteration: int) -> dict[str, Any]:
+        """Trains on the committed rollouts and rewards of `iteration`; see `Learner.train`."""
+        import torch
+
+        from fp8rl.learner.advantage import grpo_advantages
+        from fp8rl.learner.batch import make_batch
+        from fp8rl.tables import from_parquet
+
+        journal = context.journal
+        rollouts = from_parquet(journal.read_file(iteration, "rollout", "rollouts.parquet"))
+        rewards = from_parquet(journal.read_file(iteration, "reward", "rewards.parquet"))
+        batch = make_batch(rollouts["prompt_tokens"], rollouts["tokens"], rollouts["logprobs"])
+        advantages = grpo_advantages(
+            torch.tensor(rewards["reward"], dtype=torch.float64), torch.tensor(rollouts["prompt_id"])
+        )
+        result = self.learner.train(
+            batch, advantages.float(), iteration=iteration, version=iteration - 1
+        )
+        return {
+            "version": result.version,
+            "metrics": result.metrics,
+            "tokens": int(batch.lengths.sum()),
+        }
+
+    def publish(self, folder: Path, version: int) -> dict[str, Any]:
+        """Requantises weight `version` into `folder`; returns the manifest's digest and size."""
+        manifest = self.learner.publish(folder, version=version)
+        size = (folder / "weights.safetensors").stat().st_size
+        return {"digest": manifest.digest, "bytes": size}
+
+    def calibrate_kv(self, context: RunContext, iteration: int) -> str:
+        """KV scales (JSON) of weight version `iteration`.
+
+        Over that iteration's rollouts; before the first, over the first prompts and their reference
+        answers.
+        """
+        from fp8rl.data.prepare import read_prompts, take
+        from fp8rl.data.tasks import prompts_of_iteration
+        from fp8rl.learner.batch import make_batch
+        from fp8rl.tables import from_parquet
+
+        if iteration == 0:
+            recipe = context.recipe
+            train = read_prompts(context.data_dir, "train")
+            rows = prompts_of_iteration(
+                len(train["id"]), recipe.rollout.prompts, iteration=1, seed=recipe.seed
+            )
+            columns = take(train, rows)
+            source, responses = "prompts and reference answers", columns["answer_tokens"]
+        else:
+            content = context.journal.read_file(iteration, "rollout", "rollouts.parquet")
+            columns = from_parquet(content)
+            source, responses = f"rollouts of iteration {iteration}", columns["tokens"]
+        batch = make_batch(columns["prompt_tokens"], responses)
+        return self.learner.calibrate_kv(batch, version=iteration, source=source).to_json()
+
+
+class EngineActor:
+    """Holds a rollout engine and the tokenizer that turns its tokens into text for the verifiers."""
+
+    def __init__(self, context: RunContext) -> None:
+        from transformers import AutoTokenizer
+
+        from fp8rl.rollout.engine import Engine
+
+        rollout = context.recipe.rollout
+        self.context = context
+        self.engine: Engine = Engine(
+            context.model_dir,
+            context.recipe,
+            max_len=rollout.max_prompt_tokens + rollout.max_new_tokens,
+        )
+        self.tokenizer = AutoTokenizer.from_pretrained(context.model_dir, local_files_only=True)
+
+    def status(self) -> dict[str, int | None]:
+        """The weight and KV scale versions held."""
+        return {"version": self.engine.version, "kv_version": self.engine.kv_version}
+
+    def load_weights(self, folder: Path, version: int) -> str:
+        return self.engine.load_weights(folder, version)
+
+    def apply_kv_scales(self, path: Path) -> list[dict[str, float]]:
+        from dataclasses import asdict
+
+        from fp8rl.model.kv_scales import KvScales
+
+        return [asdict(layer) for layer in self.engine.apply_kv_scales(KvScales.read(path))]
+
+    def precision_report(self) -> dict[str, Any]:
+        return self.engine.precision_report()
+
+    def rollout(self, iteration: int, version: int) -> tuple[bytes, dict[str, float]]:
+        """Samples of the iteration's prompts: (Parquet, metrics)."""
+        import time
+
+        from fp8rl.data.prepare import read_prompts, take
+        from fp8rl.data.tasks import prompts_of_iteration
+        from fp8rl.rollout.engine import requests_for
+        from fp8rl.tables import to_parquet
+
+        recipe = self.context.recipe
+        train = read_prompts(self.context.data_dir, "train")
+        rows = prompts_of_iteration(len(train["id"]), recipe.rollout.prompts, iteration, recipe.seed)
+        prompts = take(train, rows)
+        samples = recipe.rollout.samples
+        requests = requests_for(
+            prompts["prompt_tokens"], prompts["id"], samples, run_seed=recipe.seed, iteration=iteration
+        )
+        started = time.perf_counter()
+        done = self.engine.generate(requests, version=version)
+        seconds = time.perf_counter() - started
+        lengths = [len(completion.tokens) for completion in done]
+        logprobs = [value for completion in done for value in completion.logprobs]
+        table = {
+            "prompt_id": [i for i in prompts["id"] for _ in range(samples)],
+            "sample": list(range(samples)) * len(rows),
+            "seed": [request.seed for request in requests],
+            "weight_version": [version] * len(done),
+            "prompt_tokens": [request.prompt for request in requests],
+            "tokens": [completion.tokens for completion in done],
+            "logprobs": [completion.logprobs for completion in done],
+            "finish_reason": [completion.finish for completion in done],
+            "text": [self._text(completion.tokens) for completion in done],
+            "entry": [entry for entry in prompts["entry"] for _ in range(samples)],
+        }
+        metrics = {
+            "rollout/response_length_mean": sum(lengths) / len(lengths),
+            "rollout/truncated": sum(c.finish == "length" for c in done) / len(done),
+            # The mean surprisal of what was sampled: an unbiased estimate of the policy's entropy.
+            "rollout/entropy": -sum(logprobs) / len(logprobs),
+            "perf/rollout_tokens_per_sec": sum(lengths) / seconds,
+        }
+        return to_parquet(table), metrics
+
+    def evaluate(self, version: int) -> dict[str, list[Any]]:
+        """Greedy and sampled answers to the validation prompts, as columns."""
+        from fp8rl.data.prepare import read_prompts
+        from fp8rl.rollout.engine import requests_for
+
+        val = read_prompts(self.context.data_dir, "val")
+        recipe = self.context.recipe
+        columns: dict[str, list[Any]] = {"prompt_id": [], "kind": [], "text": [], "entry": []}
+        for kind, samples, temperature in (
+            ("greedy", 1, 0.0),
+            ("sampled", recipe.evaluate.samples, 1.0),
+        ):
+            requests = requests_for(
+                val["prompt_tokens"], val["id"], samples, run_seed=recipe.seed, iteration=-version - 1
+            )
+            done = self.engine.generate(requests, version=version, temperature=temperature)
+            columns["prompt_id"] += [i for i in val["id"] for _ in range(samples)]
+            columns["kind"] += [kind] * len(done)
+            columns["text"] += [self._text(completion.tokens) for completion in done]
+            columns["entry"] += [entry for entry in val["entry"] for _ in range(samples)]
+        return columns
+
+    def _text(self, tokens: list[int]) -> str:
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text

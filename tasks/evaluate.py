@@ -1,0 +1,30 @@
+"""evaluate: accuracy on the validation prompts, greedy and sampled at temperature 1."""
+
+import statistics
+from typing import Any
+
+from fp8rl.context import RunContext
+from fp8rl.tables import to_parquet
+from tasks.ray_runtime import engine_actor, wait
+from tasks.reward import score
+from tasks.step import step
+
+
+@step("evaluate")
+async def evaluate(context: RunContext, iteration: int) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Writes evaluation.parquet. Accuracy is the share of answers that are right (reward 1)."""
+    columns = await wait(engine_actor(context).evaluate.remote(iteration))
+    scores = await score(context.recipe.task, columns["text"], columns["entry"])
+    by_kind = {
+        kind: statistics.fmean(
+            status == "ok"
+            for status, k in zip(scores["status"], columns["kind"], strict=True)
+            if k == kind
+        )
+        for kind in ("sampled", "greedy")
+    }
+    metrics = {"val/accuracy": by_kind["sampled"], "val/greedy_accuracy": by_kind["greedy"]}
+    return {"evaluation.parquet": to_parquet(columns | scores)}, {
+        "inputs": {"weight_version": iteration},
+        "metrics": metrics,
+    }

@@ -1,0 +1,33 @@
+"""recalibrate_kv: scales of the FP8 KV cache for the new weights, applied and read back."""
+
+from typing import Any
+
+from fp8rl.context import RunContext
+from fp8rl.journal import write_atomic
+from fp8rl.model.kv_scales import KvScales
+from fp8rl.recipe.schema import Linear
+from tasks.ray_runtime import engine_actor, learner_actor, wait
+from tasks.step import step
+
+
+@step("recalibrate_kv")
+async def recalibrate_kv(
+    context: RunContext, iteration: int
+) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Writes kv_scales.json; with a BF16 KV cache there is nothing to calibrate, and it says so."""
+    if context.recipe.precision.kv_cache is not Linear.FP8:
+        return {}, {"output": {"needed": False}}
+    learner = learner_actor(context.run, context.recipe)
+    content = (await wait(learner.calibrate_kv.remote(context, iteration))).encode()
+    path = context.journal.step_folder(iteration) / "kv_scales.json"
+    write_atomic(path, content)
+    used = await wait(engine_actor(context).apply_kv_scales.remote(path))
+    scales = KvScales.read(path)
+    return {"kv_scales.json": content}, {
+        "output": {"needed": True, "weight_version": scales.version, "used": used},
+        "metrics": {
+            "kv/tokens": float(scales.tokens),
+            "kv/k_scale_max": max(layer.k for layer in scales.layers),
+            "kv/v_scale_max": max(layer.v for layer in scales.layers),
+        },
+    }
