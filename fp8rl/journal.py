@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+WEIGHTS_FILE = "weights.safetensors"
+
 
 class RunExistsError(RuntimeError):
     """A run of that name is there already."""
@@ -66,9 +68,15 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    @property
-    def weights(self) -> Path:
-        return self.folder / "weights"
+    def weights_folder(self, version: int) -> Path:
+        """The folder of a published weight version."""
+        return self.folder / "weights" / f"v{version:05d}"
+
+    def drop_weights_before(self, version: int) -> None:
+        """Deletes the tensors of versions before `version`; their manifests stay."""
+        for folder in self.folder.glob("weights/v*"):
+            if int(folder.name[1:]) < version:
+                (folder / WEIGHTS_FILE).unlink(missing_ok=True)
 
     @staticmethod
     def create(runs: Path, name: str, recipe_yaml: str, about: dict[str, Any]) -> "Journal":

@@ -3,7 +3,6 @@
 from typing import Any
 
 from fp8rl.context import RunContext
-from fp8rl.model.published import drop_tensors_before, version_folder
 from tasks.ray_runtime import engine_actor, learner_actor, wait
 from tasks.step import step
 
@@ -13,7 +12,7 @@ KEPT_VERSIONS = 2
 @step("requantize")
 async def requantize(context: RunContext, iteration: int) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Publishes weight version `iteration` and has the engine load it, without a restart."""
-    folder = version_folder(context.journal.weights, iteration)
+    folder = context.journal.weights_folder(iteration)
     learner = learner_actor(context.run, context.recipe)
     published = await wait(learner.publish.remote(folder, iteration))
     loaded = await wait(engine_actor(context).load_weights.remote(folder, iteration))
@@ -22,7 +21,7 @@ async def requantize(context: RunContext, iteration: int) -> tuple[dict[str, byt
             f"weight version {iteration}: the engine loaded {loaded}, "
             f"published was {published['digest']}"
         )
-    drop_tensors_before(context.journal.weights, iteration - KEPT_VERSIONS + 1)
+    context.journal.drop_weights_before(iteration - KEPT_VERSIONS + 1)
     return {}, {
         "output": {"weight_version": iteration, "digest": loaded},
         "metrics": {"sync/bytes": float(published["bytes"])},

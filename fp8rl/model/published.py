@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fp8rl.journal import write_atomic
+from fp8rl.journal import WEIGHTS_FILE, write_atomic
 
 SCALE_SUFFIX = "_scale_inv"
-_FILE = "weights.safetensors"
 _MANIFEST = "manifest.json"
 
 
@@ -55,18 +55,13 @@ def _manifest(version: int, tensors: Mapping[str, Tensor]) -> Manifest:
     return Manifest(version, entries, digest)
 
 
-def version_folder(weights: Path, version: int) -> Path:
-    """The folder of a weight version."""
-    return weights / f"v{version:05d}"
-
-
 def write_published(folder: Path, version: int, tensors: Mapping[str, Tensor]) -> Manifest:
     """Writes `tensors` as weight `version` into `folder`, tensors first, manifest last."""
     folder.mkdir(parents=True, exist_ok=True)
     manifest = _manifest(version, tensors)
-    temporary = folder / f".{_FILE}.tmp"
+    temporary = folder / f".{WEIGHTS_FILE}.tmp"
     save_file({name: t.contiguous() for name, t in tensors.items()}, temporary)
-    temporary.replace(folder / _FILE)
+    temporary.replace(folder / WEIGHTS_FILE)
     write_atomic(folder / _MANIFEST, json.dumps(manifest.__dict__, indent=1).encode())
     return manifest
 
@@ -81,10 +76,13 @@ def read_published(folder: Path, version: int) -> tuple[Manifest, dict[str, Tens
         raise PublishedWeightsError(
             f"{folder} holds weight version {manifest.version}, wanted {version}"
         )
-    path = folder / _FILE
+    path = folder / WEIGHTS_FILE
     if not path.is_file():
         raise PublishedWeightsError(f"{path} is missing; the version was cleaned up or never whole")
-    tensors = load_file(path)
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise PublishedWeightsError(f"{path} is not a whole safetensors file: {error}") from None
     found = _manifest(version, tensors)
     if found != manifest:
         names = sorted(found.tensors.keys() | manifest.tensors.keys())
@@ -99,10 +97,3 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         raise PublishedWeightsError(f"{folder} has no {_MANIFEST}: not a whole weight version")
     return Manifest(**json.loads(path.read_text()))
-
-
-def drop_tensors_before(weights: Path, version: int) -> None:
-    """Deletes the tensors of versions before `version`; their manifests stay."""
-    for folder in weights.glob("v*"):
-        if int(folder.name[1:]) < version:
-            (folder / _FILE).unlink(missing_ok=True)

@@ -43,11 +43,13 @@ class QuantisedWeight:
 
 
 def _scale_and_inverse(amax: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    scale = torch.where(amax == 0, torch.ones_like(amax), E4M3_MAX / amax)
+    # Divisions of tensors: `number / tensor` is a reciprocal and a product in torch, rounded twice.
+    one = torch.ones_like(amax)
+    scale = torch.where(amax == 0, one, torch.full_like(amax, E4M3_MAX) / amax)
     scale = torch.where(torch.isinf(scale), torch.finfo(dtype).max, scale)
     if power_of_two:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return scale, 1.0 / scale
+    return scale, one / scale
 
 
 def _require_finite(amax: Tensor, x: Tensor, name: str) -> None:

@@ -1,0 +1,120 @@
+"""Tasks, prompts, corpus, seeds and verifiers."""
+
+import pytest
+from transformers import AutoTokenizer
+
+from fp8rl.data.corpus import corpus
+from fp8rl.data.prepare import prepare_data, read_prompts
+from fp8rl.data.seeds import seed_of
+from fp8rl.data.tasks import build_prompts, make_generator, prompts_of_iteration
+from fp8rl.model.tiny import ALPHABET, write_tiny_model
+from fp8rl.recipe.rules import RecipeError
+from fp8rl.recipe.schema import Recipe, Rollout, Task, TinyModel
+from fp8rl.reward.score import Status, count_statuses, score_all
+
+TASK = Task(options={"digits": 4}, train_prompts=200, val_prompts=50)
+
+
+def test_prompts_are_different_disjoint_and_repeatable():
+    train, val = build_prompts(TASK, seed=3)
+    questions = [*train["question"], *val["question"]]
+    assert len(questions) == len(set(questions)) == 250
+    again, _ = build_prompts(TASK, seed=3)
+    assert list(again["question"]) == list(train["question"])
+    other, _ = build_prompts(TASK, seed=4)
+    assert list(other["question"]) != list(train["question"])
+
+
+def test_task_that_is_too_small_says_so():
+    with pytest.raises(RecipeError, match=r"train_prompts: reverse_digits gave only \d+ different"):
+        build_prompts(Task(options={"digits": 2}, train_prompts=90, val_prompts=20), seed=0)
+
+
+def test_another_reasoning_gym_task_stands_in_by_name():
+    task = Task(
+        name="chain_sum", options={"min_terms": 2, "max_terms": 2}, train_prompts=20, val_prompts=5
+    )
+    train, _ = build_prompts(task, seed=0)
+    verdicts = score_all(task, [train[0]["answer"], "no number"], [train[0]["entry"]] * 2)
+    assert verdicts[0].status is Status.OK
+    assert verdicts[1].status is Status.WRONG
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (Task(name="revers_digits"), "did you mean reverse_digits"),
+        (Task(options={"digit": 3}), "has no option digit; it has digits"),
+        (Task(options={"digits": 99}), "digits must be 2 to 32"),
+    ],
+)
+def test_bad_task_is_refused(task, message):
+    with pytest.raises(RecipeError, match=message):
+        make_generator(task, seed=0, size=1)
+
+
+def test_verdicts():
+    train, _ = build_prompts(TASK, seed=0)
+    row = train[0]
+    texts = [row["answer"], f" {row['answer']}\n", row["answer"][::-1] + "1", "", "  "]
+    statuses = [v.status for v in score_all(TASK, texts, [row["entry"]] * 5)]
+    assert statuses == [Status.OK, Status.OK, Status.WRONG, Status.UNPARSABLE, Status.UNPARSABLE]
+    assert count_statuses(statuses) == {"ok": 2, "wrong": 1, "unparsable": 2, "error": 0}
+
+
+def test_scorer_that_raises_is_counted_not_fatal():
+    verdicts = score_all(TASK, ["1", "2"], ["{}", '{"answer": "2"}'])
+    assert verdicts[0].status is Status.ERROR
+    assert "KeyError" in verdicts[0].detail
+    assert verdicts[1].status is Status.OK
+
+
+def test_prompts_of_iteration_cover_an_epoch_once_and_reshuffle():
+    epoch = [prompts_of_iteration(20, 6, n, seed=1) for n in (1, 2, 3)]
+    seen = [i for part in epoch for i in part]
+    assert len(seen) == len(set(seen)) == 18
+    assert prompts_of_iteration(20, 6, 4, seed=1) != epoch[0]
+    assert prompts_of_iteration(20, 6, 2, seed=1) == epoch[1]
+    assert prompts_of_iteration(20, 6, 1, seed=2) != epoch[0]
+
+
+def test_corpus_has_the_asked_share_of_right_answers_and_no_excluded_question():
+    excluded = {f"{n:04d}>" for n in range(0, 10000, 3)}
+    batches = corpus(TASK, steps=10, batch_size=100, correct=0.4, seed=0, exclude=excluded)
+    assert [len(b) for b in batches] == [100] * 10
+    pairs = [pair for batch in batches for pair in batch]
+    assert not excluded & {q for q, _ in pairs}
+    right = sum(a == q[:-1][::-1] for q, a in pairs) / len(pairs)
+    assert 0.37 < right < 0.47  # some spoilt answers are right by chance
+
+
+def test_seeds_differ_in_every_part_and_repeat():
+    parts = [(r, i, p, s) for r in (0, 1) for i in (1, 11) for p in (1, 11) for s in (1, 11)]
+    seeds = {seed_of(*part) for part in parts}
+    assert len(seeds) == len(parts)
+    assert seed_of(0, 1, 2, 3) == seed_of(0, 1, 2, 3)
+    assert max(seeds) < 2**48
+
+
+def test_tokenizer_writes_every_character_and_reads_it_back(tmp_path):
+    write_tiny_model(TinyModel(), tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer(ALPHABET).input_ids
+    assert ids[0] == tokenizer.bos_token_id
+    assert len(ids) == len(ALPHABET) + 1
+    assert tokenizer.unk_token_id not in ids
+    assert tokenizer.decode(ids[1:], skip_special_tokens=True) == ALPHABET
+
+
+def test_prepared_data_hold_tokens_and_refuse_long_prompts(tmp_path):
+    write_tiny_model(TinyModel(), tmp_path)
+    recipe = Recipe(task=TASK)
+    about = prepare_data(recipe, tmp_path, tmp_path / "data")
+    assert about["train"]["prompts"] == 200
+    val = read_prompts(tmp_path / "data", "val")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.decode(val["prompt_tokens"][0], skip_special_tokens=True) == val["question"][0]
+    assert val["answer_tokens"][0][-1] == tokenizer.eos_token_id
+    short = recipe.model_copy(update={"rollout": Rollout(max_prompt_tokens=3)})
+    with pytest.raises(RecipeError, match="200 of 200 train prompts are longer than 3 tokens"):
+        prepare_data(short, tmp_path, tmp_path / "data2")

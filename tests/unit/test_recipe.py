@@ -1,0 +1,236 @@
+"""Loading recipes, naming mistakes, and the combination rules."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from fp8rl.device import resolve
+from fp8rl.model.tiny import model_dims
+from fp8rl.recipe.load import dotted_keys, flatten, load_recipe, to_yaml
+from fp8rl.recipe.rules import RecipeError, check, require_valid
+from fp8rl.recipe.schema import CorrectionMode, Device, Linear, Recipe
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TINY = CONFIGS / "tiny"
+# (rollout, learner, kv_cache) of every arm
+ARMS = {
+    "bf16": ("bf16", "bf16", "bf16"),
+    "bf16-kv": ("bf16", "bf16", "fp8"),
+    "fp8-rollout": ("fp8", "bf16", "bf16"),
+    "fp8-rollout-kv": ("fp8", "bf16", "fp8"),
+    "fp8-e2e": ("fp8", "fp8", "bf16"),
+    "fp8-e2e-kv": ("fp8", "fp8", "fp8"),
+}
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda p: p.stem)
+def test_every_shipped_recipe_is_valid(path):
+    recipe = load_recipe(path).recipe
+    assert check(recipe, model_dims(recipe.model)) == []
+
+
+def test_arms_differ_from_bf16_in_precision_and_nothing_else():
+    values = {arm: load_recipe(TINY / f"{arm}.yaml").recipe.model_dump() for arm in ARMS}
+    for arm, precision in ARMS.items():
+        got = values[arm].pop("precision")
+        assert tuple(got[k] for k in ("rollout", "learner", "kv_cache")) == precision
+        assert values[arm].pop("arm") == arm
+    assert all(rest == values["bf16"] for rest in values.values())
+
+
+def test_extends_overrides_and_origins(tmp_path):
+    write(tmp_path, "a.yaml", "iterations: 5\nlearner: {lr: 1.0e-4, grad_clip: 2}\n")
+    child = write(tmp_path, "b.yaml", "extends: a.yaml\nlearner: {lr: 3e-4}\n")
+    loaded = load_recipe(child, ["learner.grad_clip=0.5", "task.options={digits: 3}"])
+    recipe = loaded.recipe
+    assert (recipe.iterations, recipe.learner.lr, recipe.learner.grad_clip) == (5, 3e-4, 0.5)
+    assert recipe.arm == "b"
+    assert loaded.origin("iterations").endswith("a.yaml")
+    assert loaded.origin("learner.lr").endswith("b.yaml")
+    assert loaded.origin("learner.grad_clip") == "command line"
+    assert loaded.origin("task.options.digits") == "command line"
+    assert loaded.origin("seed") == "default"
+
+
+def test_task_options_replace_those_of_the_base(tmp_path):
+    write(tmp_path, "a.yaml", "task: {name: x, options: {digits: 5}}\n")
+    child = write(
+        tmp_path, "b.yaml", "extends: a.yaml\ntask: {name: chain_sum, options: {min_terms: 2}}\n"
+    )
+    assert load_recipe(child).recipe.task.options == {"min_terms": 2}
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("lernr.lr=1", "unknown key 'lernr' (command line); did you mean 'learner'"),
+        ("rollout.sample=2", "did you mean 'rollout.samples'"),
+        ("grad_clip=1", "did you mean 'learner.grad_clip'"),
+        ("precision.kv_cach=fp8", "did you mean 'precision.kv_cache'"),
+    ],
+)
+def test_unknown_key_names_the_nearest(override, hint):
+    with pytest.raises(RecipeError) as error:
+        load_recipe(TINY / "bf16.yaml", [override])
+    assert hint in str(error.value) or hint.replace(" (command line)", "") in str(error.value)
+
+
+def test_all_unknown_keys_are_named_at_once(tmp_path):
+    path = write(tmp_path, "a.yaml", "iteration: 3\nlearner: {rate: 1}\n")
+    with pytest.raises(RecipeError) as error:
+        load_recipe(path)
+    assert "'iteration'" in str(error.value)
+    assert "'learner.rate'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2]", "a recipe is a mapping"),
+        ("a: [", "not readable as YAML"),
+        ("extends: [a]", "extends names one file"),
+        ("extends: nowhere.yaml", "no recipe at"),
+        ("extends: a.yaml", "extends goes in a circle"),
+        ("iterations: 0", "iterations: Input should be greater than 0 (got 0"),
+        ("iterations: many", "iterations: Input should be a valid integer"),
+        ("learner: 3", "learner: Input should be a valid dictionary"),
+        ("name: ../elsewhere", "cannot name a run"),
+        ("precision: {rollout: fp4}", "precision.rollout: Input should be 'bf16' or 'fp8'"),
+    ],
+)
+def test_bad_files_say_what_is_wrong(tmp_path, text, message):
+    path = write(tmp_path, "a.yaml", text)
+    with pytest.raises(RecipeError) as error:
+        load_recipe(path)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["iterations", "=3", "learner.lr=[1"])
+def test_bad_overrides_say_how_to_write_them(text):
+    with pytest.raises(RecipeError, match="override"):
+        load_recipe(TINY / "bf16.yaml", [text])
+
+
+def test_missing_file():
+    with pytest.raises(RecipeError, match=r"no recipe at nothing\.yaml"):
+        load_recipe("nothing.yaml")
+
+
+def test_yaml_words_and_numbers(tmp_path):
+    path = write(
+        tmp_path, "a.yaml", "correction: {mode: off, allow_off_with_fp8: true}\nlearner: {lr: 1e-5}\n"
+    )
+    recipe = load_recipe(path).recipe
+    assert recipe.correction.mode is CorrectionMode.OFF
+    assert recipe.correction.allow_off_with_fp8 is True
+    assert recipe.learner.lr == 1e-5
+
+
+def test_resolved_recipe_reads_back_and_keeps_its_digest(tmp_path):
+    recipe = load_recipe(
+        TINY / "fp8-e2e-kv.yaml", ["name=x", "precision.keep_bf16=['*.down_proj']"]
+    ).recipe
+    again = load_recipe(write(tmp_path, "r.yaml", to_yaml(recipe))).recipe
+    assert again == recipe
+    assert again.digest() == recipe.digest()
+
+
+def test_digests_see_what_changes_numbers_and_nothing_else():
+    def recipe(*overrides):
+        return load_recipe(TINY / "bf16.yaml", list(overrides)).recipe
+
+    base = recipe()
+    assert base.digest() == recipe("name=x", "runs_dir=y", "tracking.experiment=z").digest()
+    assert base.digest() != recipe("seed=1").digest()
+    assert (
+        base.warm_start_digest() == recipe("precision.rollout=fp8", "learner.lr=1").warm_start_digest()
+    )
+    assert base.warm_start_digest() != recipe("warm_start.steps=3").warm_start_digest()
+
+
+def test_recipe_is_frozen_and_flattens_to_every_key():
+    recipe = load_recipe(TINY / "bf16.yaml").recipe
+    with pytest.raises(ValidationError):
+        recipe.seed = 3
+    assert set(dotted_keys()) - {"task.options"} <= set(flatten(recipe))
+
+
+def violated(*overrides: str) -> dict[tuple[str, ...], str]:
+    recipe = load_recipe(TINY / "bf16.yaml", list(overrides)).recipe
+    return {v.keys: v.message for v in check(recipe, model_dims(recipe.model))}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["precision.rollout=fp8", "correction.mode=off"], "correction.mode"),
+        (["precision.kv_cache=fp8", "correction.mode=off"], "correction.mode"),
+        (["rollout.top_p=0.9"], "rollout.top_p"),
+        (["rollout.top_k=5"], "rollout.top_k"),
+        (["rollout.samples=1"], "rollout.samples"),
+        (["learner.updates=3"], "learner.updates"),
+        (["rollout.prompts=99", "task.train_prompts=50"], "task.train_prompts"),
+        (["precision.learner=fp8"], "precision.learner"),
+        (
+            ["precision.first_layers_bf16=3", "precision.last_layers_bf16=2"],
+            "precision.last_layers_bf16",
+        ),
+        (
+            ["precision.kv_cache=fp8", "model.tiny.heads=16", "model.tiny.kv_heads=8"],
+            "precision.kv_cache",
+        ),
+        (["precision.keep_bf16=[nothing]"], "precision.keep_bf16"),
+        (["precision.rollout=fp8", "precision.keep_bf16=['*.q_proj']"], "precision.keep_bf16"),
+        (["model.tiny.kv_heads=3"], "model"),
+        (["rollout.max_prompt_tokens=250"], "rollout.max_prompt_tokens"),
+        (["device=cuda"], "device"),
+    ],
+)
+def test_each_bad_combination_is_refused_by_its_keys(overrides, key):
+    assert any(key in keys for keys in violated(*overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["precision.rollout=fp8", "correction.mode=off", "correction.allow_off_with_fp8=true"],
+        ["rollout.top_p=0.9", "correction.mode=off"],
+        ["precision.rollout=fp8", "precision.keep_bf16=['*.down_proj', '*.2.*']"],
+    ],
+)
+def test_the_neighbouring_good_combinations_pass(overrides):
+    assert violated(*overrides) == {}
+
+
+def test_every_violation_is_reported_at_once():
+    recipe = load_recipe(
+        TINY / "bf16.yaml", ["rollout.samples=1", "rollout.top_p=0.5", "device=cuda"]
+    ).recipe
+    with pytest.raises(RecipeError) as error:
+        require_valid(recipe, model_dims(recipe.model))
+    for key in ("rollout.samples", "rollout.top_p", "device"):
+        assert key in str(error.value)
+
+
+def test_resolver_says_what_runs_each_part():
+    recipe = load_recipe(TINY / "fp8-e2e-kv.yaml").recipe
+    backends = resolve(recipe)
+    assert backends.device is Device.CPU
+    assert "emulated" in backends.rollout_linears
+    assert "emulated" in backends.learner_linears
+    assert "BF16" in resolve(load_recipe(TINY / "bf16.yaml").recipe).rollout_linears
+    with pytest.raises(RecipeError, match="not built yet"):
+        resolve(recipe.model_copy(update={"device": Device.CUDA}))
+
+
+def test_default_recipe_is_valid_and_bf16():
+    recipe = Recipe()
+    assert check(recipe, model_dims(recipe.model)) == []
+    assert recipe.precision.rollout is Linear.BF16

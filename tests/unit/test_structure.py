@@ -1,0 +1,52 @@
+"""The layout's rules, which a reader relies on."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FORBIDDEN = {
+    "fp8rl": {"prefect", "flows", "tasks", "ray"},
+    "tasks": {"flows", "torch"},
+    "flows": {"torch"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_arrows_point_one_way(package):
+    allowed_lazily = {"tasks/actors.py": {"torch"}}  # inside actor methods, in the actor's process
+    for path in (ROOT / package).rglob("*.py"):
+        name = str(path.relative_to(ROOT))
+        wrong = imports(path) & FORBIDDEN[package] - allowed_lazily.get(name, set())
+        assert not wrong, f"{name} imports {wrong}"
+
+
+def test_modules_stay_small():
+    for package in ("fp8rl", "tasks", "flows"):
+        for path in (ROOT / package).rglob("*.py"):
+            assert len(path.read_text().splitlines()) <= 400, path
+
+
+def test_recipes_and_flows_import_without_torch():
+    """`fp8rl validate` answers at once, and the flow process never holds tensors."""
+    code = (
+        "import sys, fp8rl.recipe.load, fp8rl.device, fp8rl.model.precision, fp8rl.model.tiny; "
+        "import flows.cli, flows.explain; assert 'torch' not in sys.modules; "
+        "assert 'prefect' not in sys.modules; "
+        "import flows.training; assert 'torch' not in sys.modules, 'flows'"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
