@@ -4,7 +4,7 @@ here                  the Megatron call it answers
 --------------------  --------------------------------------------------------------------------
 `init_single_rank`    parallel_state.initialize_model_parallel wants a process group: gloo, one rank
 `CpuRotaryEmbedding`  RotaryEmbedding.get_emb moves inv_freq to torch.cuda.current_device()
-`SdpaAttention`       DotProductAttention.forward forks get_cuda_rng_tracker()
+`SdpaAttention`       DotProductAttention.forward makes CUDA masks and forks the CUDA RNG tracker
 `CPU_CONFIG`          TransformerConfig: CPU initialisation, no fused CUDA or jit kernels
 
 tests/contract/test_megatron_cpu.py holds each against the installed Megatron-core, so that an
