@@ -32,7 +32,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-console = Console()
+# In a file or a pipe lines are as long as the tables need.
+console = Console(width=None if sys.stdout.isatty() else 150)
 errors = Console(stderr=True)
 
 RecipePath = Annotated[Path, typer.Argument(help="Recipe file, for example configs/tiny/bf16.yaml")]

@@ -32,7 +32,7 @@ class LiveView(AbstractContextManager["LiveView"]):
             TimeElapsedColumn(),
             console=console,
         )
-        self._task = self.bar.add_task("start", total=None)
+        self._task = self.bar.add_task("Prefect starts", total=None)
         self._rows: deque[tuple[int, dict[str, float]]] = deque(maxlen=_KEPT)
         self._accuracy = float("nan")
         self._live = Live(self._draw(), console=console, refresh_per_second=4, transient=False)

@@ -53,6 +53,7 @@ async def train(recipe: Recipe = Recipe()) -> dict[str, Any]:  # noqa: B008  a f
     journal = Journal.create(runs, run, to_yaml(recipe), _about(recipe))
     tracker = None
     status, state = "FAILED", "failed"
+    progress.emit(progress.Event("phase", "MLflow and Ray start"))
     try:
         tracker = Tracker(recipe, run, _tags(recipe))
         tracker.log_json("backends.json", {key: str(v) for key, v in vars(backends).items()})

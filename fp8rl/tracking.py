@@ -6,6 +6,7 @@ record's own time stamp, so logging one again is the same point. MLflow is impor
 """
 
 import json
+import logging
 import math
 import os
 from pathlib import Path
@@ -35,6 +36,8 @@ class Tracker:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow import MlflowClient
 
+        for noisy in ("mlflow", "alembic"):  # they report the making of a database line by line
+            logging.getLogger(noisy).setLevel(logging.WARNING)
         self.uri = tracking_uri(recipe)
         self._client = MlflowClient(self.uri)
         experiment = self._experiment(recipe)

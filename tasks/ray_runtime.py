@@ -128,7 +128,7 @@ async def wait(ref: Any, timeout: float = STEP_TIMEOUT_S) -> Any:
         if time.monotonic() > deadline:
             raise TimeoutError(f"no answer from Ray within {timeout:.0f} s")
         await asyncio.sleep(pause)
-        pause = min(0.1, pause * 1.5)
+        pause = min(0.02, pause * 1.5)
     return ray.get(ref)
 
 

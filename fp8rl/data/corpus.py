@@ -18,6 +18,8 @@ def corpus(
     """
     rng = Random(f"corpus/{seed}")
     wanted = steps * batch_size
+    if wanted == 0:
+        return []
     generator = make_generator(task, seed=seed + 7_919, size=4 * wanted)
     pairs: list[tuple[str, str]] = []
     for index in range(4 * wanted):

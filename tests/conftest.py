@@ -1,0 +1,15 @@
+"""The tests' own services: nothing of the user's Prefect, MLflow or Ray is touched."""
+
+import os
+import tempfile
+
+# Before anything imports Prefect, Ray or MLflow: they read their settings on import.
+for name in ("PREFECT_API_URL", "PREFECT_PROFILE", "MLFLOW_TRACKING_URI", "RAY_ADDRESS"):
+    os.environ.pop(name, None)
+HOME = tempfile.mkdtemp(prefix="fp8rl-tests-")
+os.environ["PREFECT_HOME"] = os.path.join(HOME, "prefect")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from flows.environment import set_environment  # noqa: E402
+
+set_environment(HOME)

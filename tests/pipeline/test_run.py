@@ -1,0 +1,239 @@
+"""A real run, looked at from all sides: files, MLflow, Prefect, precision, mismatch."""
+
+import asyncio
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8rl.learner.batch import make_batch
+from fp8rl.learner.logprobs import token_logprobs
+from fp8rl.mismatch import mismatch_panel
+from fp8rl.model.published import read_manifest, read_published
+from fp8rl.report import STEPS
+from fp8rl.tables import from_parquet
+from fp8rl.tracking import tracking_uri
+
+pytestmark = pytest.mark.pipeline
+
+ARMS = ("bf16", "fp8-e2e-kv")
+LOGGED_EACH_ITERATION = {
+    "train/reward_mean",
+    "mismatch/token_mult_prob_error",
+    "mismatch/kl_k3",
+    "perf/tokens_per_sec_per_gpu",
+    "perf/rollout_tokens_per_sec",
+    "perf/learner_tokens_per_sec",
+    "rollout/response_length_mean",
+    "rollout/entropy",
+    *(f"timing/{step}_s" for step in STEPS),
+}
+
+
+@pytest.fixture(params=ARMS)
+def run(request, run_arm):
+    return run_arm(request.param)
+
+
+def mlflow_client(run):
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri(run.recipe))
+
+
+def test_each_step_of_each_iteration_is_a_committed_file(run):
+    for n in range(1, run.recipe.iterations + 1):
+        for step in (*STEPS, "iteration"):
+            assert run.journal.record(n, step).iteration == n
+        rollouts = from_parquet(run.journal.read_file(n, "rollout", "rollouts.parquet"))
+        rewards = from_parquet(run.journal.read_file(n, "reward", "rewards.parquet"))
+        count = run.recipe.rollout.prompts * run.recipe.rollout.samples
+        assert len(rollouts["tokens"]) == len(rewards["reward"]) == count
+        assert set(rollouts["weight_version"]) == {n - 1}
+        assert len(set(rollouts["seed"])) == count
+        assert run.journal.record(n, "train").output["weight_version"] == n
+        assert run.journal.record(n, "requantize").output["weight_version"] == n
+    evaluated = [n for n in range(4) if (run.journal.step_folder(n) / "evaluation.parquet").exists()]
+    assert evaluated == [0, 2, 3]
+    assert json.loads((run.journal.folder / "end.json").read_text()) == {"state": "finished"}
+
+
+def test_manifests_of_all_weights_are_kept_and_tensors_of_the_last_two(run):
+    last = run.recipe.iterations
+    digests = [read_manifest(run.journal.weights_folder(v)).digest for v in range(last + 1)]
+    assert len(set(digests)) == last + 1
+    for version, digest in enumerate(digests):
+        assert run.journal.record(version, "requantize").output["digest"] == digest
+        kept = (run.journal.weights_folder(version) / "weights.safetensors").exists()
+        assert kept == (version >= last - 1)
+    read_published(run.journal.weights_folder(last), last)
+
+
+def test_mlflow_has_one_run_with_one_point_per_metric_and_iteration(run):
+    client = mlflow_client(run)
+    experiment = client.get_experiment_by_name("fp8rl").experiment_id
+    found = client.search_runs([experiment], f"tags.`fp8rl.run` = '{run.summary['run']}'")
+    assert [r.info.run_id for r in found] == [run.summary["mlflow_run"]]
+    assert found[0].info.status == "FINISHED"
+    for name in LOGGED_EACH_ITERATION:
+        points = client.get_metric_history(found[0].info.run_id, name)
+        assert sorted(p.step for p in points if p.step > 0) == [1, 2, 3], name
+        assert all(math.isfinite(p.value) for p in points), name
+    accuracy = client.get_metric_history(found[0].info.run_id, "val/accuracy")
+    assert sorted(p.step for p in accuracy) == [0, 2, 3]
+    for n in range(1, 4):
+        record = run.journal.record(n, "iteration")
+        logged = client.get_metric_history(found[0].info.run_id, "mismatch/kl_k3")
+        point = next(p for p in logged if p.step == n)
+        assert (point.value, point.timestamp) == (record.metrics["mismatch/kl_k3"], record.t_ms)
+
+
+def test_mlflow_has_recipe_artifacts_and_links(run):
+    client = mlflow_client(run)
+    data = client.get_run(run.summary["mlflow_run"]).data
+    assert data.params["precision.rollout"] == run.recipe.precision.rollout.value
+    assert data.params["learner.lr"] == str(run.recipe.learner.lr)
+    assert data.tags["fp8rl.arm"] == run.recipe.arm
+    assert data.tags["prefect.flow_run_id"]
+    names = {f.path for f in client.list_artifacts(run.summary["mlflow_run"])}
+    assert {"recipe.yaml", "precision.json", "backends.json", "data.json", "summary.json"} <= names
+
+
+def test_prefect_has_the_run_its_iterations_and_their_steps(run):
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, TaskRunFilter
+    from prefect.client.schemas.filters import FlowRunFilterParentFlowRunId as Parent
+
+    tags = mlflow_client(run).get_run(run.summary["mlflow_run"]).data.tags
+
+    async def read():
+        async with get_client() as client:
+            parent = await client.read_flow_run(tags["prefect.flow_run_id"])
+            mine = FlowRunFilter(parent_flow_run_id=Parent(any_=[parent.id]))
+            children = await client.read_flow_runs(flow_run_filter=mine)
+            tasks = {}
+            for child in children:
+                of_child = FlowRunFilter(id=FlowRunFilterId(any_=[child.id]))
+                runs = await client.read_task_runs(
+                    flow_run_filter=of_child, task_run_filter=TaskRunFilter()
+                )
+                tasks[child.name] = sorted(t.name for t in runs if t.state.is_completed())
+            return parent, children, tasks
+
+    parent, children, tasks = asyncio.run(read())
+    assert parent.state.is_completed()
+    name = run.summary["run"]
+    assert sorted(c.name for c in children) == [f"{name}/{n}" for n in range(4)]
+    assert all(c.state.is_completed() for c in children)
+    assert tasks[f"{name}/1"] == sorted(f"{step}-1" for step in STEPS)
+    assert tasks[f"{name}/2"] == sorted([*(f"{step}-2" for step in STEPS), "evaluate-2"])
+
+
+def test_effective_precision_is_the_requested_one_on_both_sides(run):
+    path = mlflow_client(run).download_artifacts(run.summary["mlflow_run"], "precision.json")
+    report = json.loads(Path(path).read_text())
+    fp8 = run.recipe.arm == "fp8-e2e-kv"
+    want = 7 * run.recipe.model.tiny.layers if fp8 else 0
+    assert all(row["requested"] == row["effective"] for row in report["learner"])
+    assert sum(row["effective"] == "fp8_block" for row in report["learner"]) == want
+    assert sum(f == "fp8_block" for f in report["engine"]["parameters"].values()) == want
+    assert report["engine"]["kv_cache"]["storage"] == ("uint8" if fp8 else "bfloat16")
+
+
+def test_kv_scales_are_recalibrated_each_iteration_and_those_sent_are_used(run):
+    for n in range(run.recipe.iterations + 1):
+        output = run.journal.record(n, "recalibrate_kv").output
+        if run.recipe.arm == "bf16":
+            assert output == {"needed": False}
+            continue
+        scales = json.loads(run.journal.read_file(n, "recalibrate_kv", "kv_scales.json"))
+        assert scales["version"] == n
+        assert scales["layers"] == output["used"]
+        assert len(scales["layers"]) == run.recipe.model.tiny.layers
+        assert ("rollouts" in scales["source"]) == (n > 0)
+
+
+def test_mismatch_is_small_and_recomputed_alike_by_transformers(run):
+    """transformers' own model in FP32 on the published weights, on the tokens of the last rollout."""
+    from fp8rl.model.tiny import model_dims
+    from fp8rl.numerics.blockwise import dequantise_weight
+    from tests.models import hf_model
+
+    limit = 1.01 if run.recipe.arm == "bf16" else 1.1
+    logged = [
+        run.journal.record(n, "train").metrics["mismatch/token_mult_prob_error"]
+        for n in range(1, run.recipe.iterations + 1)
+    ]
+    assert max(logged) < limit
+    assert min(logged) > 1.0  # measured, not assumed
+    version = run.recipe.iterations - 1
+    _, tensors = read_published(run.journal.weights_folder(version), version)
+    weights = {}
+    for name, tensor in tensors.items():
+        if name.endswith("_scale_inv"):
+            continue
+        scale = tensors.get(name + "_scale_inv")
+        weights[name] = tensor.float() if scale is None else dequantise_weight(tensor, scale)
+    assert model_dims(run.recipe.model).vocab == len(weights["model.embed_tokens.weight"])
+    reference = hf_model(run.recipe.model.tiny, weights)
+    rollouts = from_parquet(run.journal.read_file(run.recipe.iterations, "rollout", "rollouts.parquet"))
+    batch = make_batch(rollouts["prompt_tokens"], rollouts["tokens"], rollouts["logprobs"])
+    with torch.no_grad():
+        p, _ = token_logprobs(reference(batch.tokens).logits, batch.tokens, 1.0)
+    independent = mismatch_panel(batch.g, p, batch.mask, truncate=2.0)["token_mult_prob_error"]
+    assert independent < limit
+    assert independent - 1 == pytest.approx(logged[-1] - 1, rel=1.0, abs=3e-3)
+
+
+def test_arms_start_from_the_same_weights(run_arm):
+    """The warm start is shared: the masters of both arms are the same file."""
+    folders = {run_arm(arm).recipe.warm_start_digest() for arm in ARMS}
+    assert len(folders) == 1
+    cache = run_arm("bf16").journal.folder.parent / ".cache" / "warm_start"
+    assert [p.name for p in cache.iterdir() if not p.name.startswith(".")] == list(folders)
+
+
+def test_actors_are_gone_after_a_run(run):
+    import ray
+
+    from tasks.ray_runtime import NAMESPACE
+
+    for kind in ("engine", "learner"):
+        with pytest.raises(ValueError, match="Failed to look up actor"):
+            ray.get_actor(f"{kind}:{run.summary['run']}", NAMESPACE)
+
+
+def test_a_failing_run_says_so_everywhere_and_leaves_nothing_running(runs_dir, run_arm):
+    """An engine without room for one sequence: vLLM itself refuses to start."""
+    import ray
+
+    from flows.training import train
+    from fp8rl.recipe.load import load_recipe
+    from tasks.ray_runtime import NAMESPACE
+    from tests.pipeline.conftest import SHORT, TINY
+
+    first = run_arm("bf16")  # for the warm start
+    recipe = load_recipe(
+        TINY / "bf16.yaml",
+        [
+            *SHORT,
+            f"runs_dir={runs_dir}",
+            "name=test-failing",
+            "rollout.kv_cache_mib=1",
+            "rollout.max_prompt_tokens=240",
+            "model.tiny.max_positions=8192",
+            "rollout.max_new_tokens=7000",
+            "warm_start.steps=0",
+        ],
+    ).recipe
+    with pytest.raises(Exception, match="KV cache"):
+        asyncio.run(train(recipe))
+    assert json.loads((runs_dir / "test-failing" / "end.json").read_text()) == {"state": "failed"}
+    client = mlflow_client(first)
+    experiment = client.get_experiment_by_name("fp8rl").experiment_id
+    found = client.search_runs([experiment], "tags.`fp8rl.run` = 'test-failing'")
+    assert [r.info.status for r in found] == ["FAILED"]
+    with pytest.raises(ValueError, match="Failed to look up actor"):
+        ray.get_actor("engine:test-failing", NAMESPACE)
