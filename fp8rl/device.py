@@ -61,3 +61,21 @@ def resolve(recipe: Recipe) -> Backends:
         ),
         transport="safetensors files, checked by digest",
     )
+
+
+def compute_environment(recipe: Recipe) -> dict[str, str]:
+    """Environment of engine and learner processes.
+
+    Thread counts change the order of sums and so the bits of results, and Ray would set one thread
+    for actors that reserve no CPU. MKL is told to give the same bits in every run.
+    """
+    threads = str(resolve(recipe).threads)
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "MKL_CBWR": "AUTO",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }

@@ -12,8 +12,9 @@ from prefect.logging import get_run_logger
 
 from fp8rl import progress
 from fp8rl.context import RunContext
+from fp8rl.device import compute_environment
 from fp8rl.recipe.schema import Recipe
-from tasks.ray_runtime import compute_environment, engine_actor, learner_actor, wait
+from tasks.ray_runtime import engine_actor, learner_actor, wait
 
 _STEPS_PER_CALL = 10
 

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from fp8rl.context import RunContext
-from fp8rl.device import resolve
+from fp8rl.device import compute_environment
 from fp8rl.recipe.schema import Recipe
 
 NAMESPACE = "fp8rl"
@@ -36,30 +36,13 @@ def start_ray(recipe: Recipe) -> None:
         ray.init(address=os.environ["RAY_ADDRESS"], **common)
     else:
         ray.init(
+            address="local",  # without it Ray joins whatever cluster it finds on this machine
             num_cpus=len(os.sched_getaffinity(0)),
             include_dashboard=False,
             object_store_memory=200 * 2**20,
             **common,
         )
     signal.signal(signal.SIGTERM, handler)
-
-
-def compute_environment(recipe: Recipe) -> dict[str, str]:
-    """Environment of engine and learner processes.
-
-    Thread counts change the order of sums and so the bits of results, and Ray would set one thread
-    for actors that reserve no CPU. MKL is told to give the same bits in every run.
-    """
-    threads = str(resolve(recipe).threads)
-    return {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "MKL_CBWR": "AUTO",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
 
 
 # Ray ends an actor with the last handle to it, so the flow process keeps them for the run's life.

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fp8rl.numerics import compiled
 from fp8rl.numerics.e4m3 import decode_e4m3, encode_e4m3, round_to_e4m3
 from fp8rl.numerics.formats import BLOCK, E4M3_MAX
 from fp8rl.numerics.padding import pad_dim, split_groups
@@ -114,6 +115,26 @@ def quantise_groups(
 
 
 def round_trip_groups(x: Tensor, *, power_of_two: bool = False, name: str = "activation") -> Tensor:
-    """`x` [..., K] quantised in groups of 128 along K and dequantised again: FP32 [..., K]."""
+    """`x` [..., K] quantised in groups of 128 along K and dequantised again: FP32 [..., K].
+
+    On a CPU one compiled pass computes the same bits as the definition in `quantise_groups`.
+    """
+    if compiled.supports(x):
+        rows = x.detach().reshape(-1, x.shape[-1]).contiguous()
+        done = compiled.round_trip(rows, along_rows=True, power_of_two=power_of_two)
+        if done is not None:
+            return done.view(x.shape)
     values, scale_inv = quantise_groups(x, power_of_two=power_of_two, name=name)
     return values.mul_(scale_inv).flatten(-2)[..., : x.shape[-1]]
+
+
+def round_trip_tokens(x: Tensor, *, power_of_two: bool = False, name: str = "activation") -> Tensor:
+    """`x` [T, K] quantised in groups of 128 along T, each column by itself, and dequantised: FP32.
+
+    The bits of `round_trip_groups` on the transpose; a compiled pass spares the transposing.
+    """
+    if compiled.supports(x):
+        done = compiled.round_trip(x.detach().contiguous(), along_rows=False, power_of_two=power_of_two)
+        if done is not None:
+            return done
+    return round_trip_groups(x.t(), power_of_two=power_of_two, name=name).t()

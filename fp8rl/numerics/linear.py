@@ -25,7 +25,11 @@ from fp8rl.numerics.blockwise import (
     dequantise_weight,
     quantise_weight,
     round_trip_groups,
+    round_trip_tokens,
 )
+from fp8rl.numerics.formats import BLOCK
+
+_GRADIENT = "output gradient"
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,10 @@ class Fp8Weight:
         self.power_of_two = power_of_two
         self._of: tuple[int, int] | None = None
         self._quantised: list[QuantisedWeight] = []
-        self._dequantised: Tensor | None = None
+        self._by_projection = torch.empty(0)
+        self._fused = torch.empty(0)
 
-    def update(self, weight: Tensor) -> None:
-        """Quantises `weight` [N, K] unless this very version of it is held already."""
+    def _update(self, weight: Tensor) -> None:
         current = (id(weight), weight._version)
         if self._of == current:
             return
@@ -77,32 +81,44 @@ class Fp8Weight:
             quantise_weight(part, power_of_two=self.power_of_two, name=name)
             for name, part in zip(self.projections.names, parts, strict=True)
         ]
-        self._dequantised = self.projections.join(
-            [dequantise_weight(q.codes, q.scale_inv) for q in self._quantised]
-        )
+        dequantised = [dequantise_weight(q.codes, q.scale_inv) for q in self._quantised]
+        self._by_projection = torch.cat(dequantised)
+        self._fused = self.projections.join(dequantised)
         self._of = current
 
     def dequantised(self, weight: Tensor) -> Tensor:
-        """FP32 [N, K] in fused row order."""
-        self.update(weight)
-        assert self._dequantised is not None
-        return self._dequantised
+        """FP32 [N, K] in fused row order: what the forward product contracts with."""
+        self._update(weight)
+        return self._fused
+
+    def dequantised_by_projection(self, weight: Tensor) -> Tensor:
+        """FP32 [N, K], the projections one after the other: what dgrad contracts with."""
+        self._update(weight)
+        return self._by_projection
 
     def quantised(self, weight: Tensor) -> dict[str, QuantisedWeight]:
         """Codes and descales by projection name: what is published."""
-        self.update(weight)
+        self._update(weight)
         return dict(zip(self.projections.names, self._quantised, strict=True))
+
+
+def _round_trip_outputs(dy_TN: Tensor, projections: Projections, power_of_two: bool) -> Tensor:
+    """Gradients in groups of 128 along each projection's outputs: FP32 [T, N], by projection."""
+    columns = dy_TN if projections.order is None else dy_TN.index_select(1, projections.order)
+    # Groups cannot straddle projections that end on a group boundary: then one pass does for all.
+    aligned = all(size % BLOCK == 0 for size in projections.sizes[:-1])
+    parts = [columns] if aligned else list(columns.split(projections.sizes, 1))
+    rounded = [round_trip_groups(p, power_of_two=power_of_two, name=_GRADIENT) for p in parts]
+    return rounded[0] if aligned else torch.cat(rounded, 1)
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, fp8: Fp8Weight, pow2_activation: bool) -> Tensor:
         x_TK = x.reshape(-1, x.shape[-1])
-        w_NK = fp8.dequantised(weight)
-        y_TN = round_trip_groups(x_TK, power_of_two=pow2_activation) @ w_NK.t()
+        y_TN = round_trip_groups(x_TK, power_of_two=pow2_activation) @ fp8.dequantised(weight).t()
         ctx.save_for_backward(x_TK, weight)
         ctx.fp8, ctx.pow2, ctx.x_shape = fp8, pow2_activation, x.shape
-        ctx.w_NK = w_NK
         return y_TN.to(x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -112,19 +128,14 @@ class _Fp8Linear(torch.autograd.Function):
         dy_TN = dy.reshape(-1, dy.shape[-1])
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            parts_NT = ctx.fp8.projections.split(dy_TN.t())
-            rounded = [_along_outputs(part, ctx.pow2) for part in parts_NT]
-            dx = ctx.fp8.projections.join(rounded).t() @ ctx.w_NK
+            rounded = _round_trip_outputs(dy_TN, ctx.fp8.projections, ctx.pow2)
+            dx = rounded @ ctx.fp8.dequantised_by_projection(weight)
             dx = dx.to(x_TK.dtype).view(ctx.x_shape)
         if ctx.needs_input_grad[1]:
-            dy_NT = round_trip_groups(dy_TN.t(), power_of_two=ctx.pow2, name="output gradient")
-            x_KT = round_trip_groups(x_TK.t(), power_of_two=ctx.pow2)
-            dw = (dy_NT @ x_KT.t()).to(weight.dtype)
+            dy_along_T = round_trip_tokens(dy_TN, power_of_two=ctx.pow2, name=_GRADIENT)
+            x_along_T = round_trip_tokens(x_TK, power_of_two=ctx.pow2)
+            dw = (dy_along_T.t() @ x_along_T).to(weight.dtype)
         return dx, dw, None, None
-
-
-def _along_outputs(dy_NT: Tensor, power_of_two: bool) -> Tensor:
-    return round_trip_groups(dy_NT.t(), power_of_two=power_of_two, name="output gradient").t()
 
 
 def fp8_linear(

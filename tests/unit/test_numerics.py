@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from fp8rl.numerics import compiled
 from fp8rl.numerics.blockwise import (
     NonFiniteError,
     quantise_groups,
     quantise_weight,
     round_trip_groups,
+    round_trip_tokens,
 )
 from fp8rl.numerics.e4m3 import decode_e4m3, encode_e4m3, round_to_e4m3
 from fp8rl.numerics.linear import Fp8Weight, Projections, fp8_linear
@@ -88,8 +90,9 @@ def test_non_finite_input_is_refused_with_name_count_and_place(bad):
     w[2, 150] = bad
     with pytest.raises(NonFiniteError, match=r"layer\.7: 1 of 600 values .* \(2, 150\)"):
         quantise_weight(w, name="layer.7")
-    with pytest.raises(NonFiniteError, match="1 of 600"):
-        quantise_groups(w)
+    for quantise in (quantise_groups, round_trip_groups, round_trip_tokens):
+        with pytest.raises(NonFiniteError, match="gradient: 1 of 600"):
+            quantise(w, name="gradient")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -180,3 +183,30 @@ def test_optimiser_step_refreshes_the_quantised_weight():
     assert not torch.equal(fp8.dequantised(w), before)
     want = quantise_weight(w)
     assert torch.equal(fp8.quantised(w)["w"].codes, want.codes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize("shape", [*SHAPES, (700, 300)])  # the last is long enough for two threads
+def test_compiled_pass_has_the_bits_of_the_definition(shape, pow2, dtype):
+    torch.manual_seed(2)
+    x = torch.randn(shape) * torch.exp2(torch.randint(-30, 9, shape).float())
+    x[torch.rand(shape) < 0.1] = 0.0
+    x[torch.rand(shape) < 0.1] = -0.0
+    x[0] = 1e-39 if dtype is torch.float32 else 1e-38  # scales that overflow
+    x = x.to(dtype)
+    for along_rows in (True, False):
+        got = compiled.round_trip(x, along_rows=along_rows, power_of_two=pow2)
+        source = x if along_rows else x.t()
+        values, scale_inv = quantise_groups(source, power_of_two=pow2)
+        want = (values * scale_inv).flatten(-2)[:, : source.shape[1]]
+        want = want if along_rows else want.t()
+        assert torch.equal(got.view(torch.int32), want.contiguous().view(torch.int32))
+
+
+def test_compiled_pass_rounds_every_boundary_alike():
+    points = boundaries()
+    x = torch.cat([points, torch.full((-len(points) % 127,), 448.0)]).view(-1, 127)
+    x = torch.nn.functional.pad(x, (1, 0), value=448.0)  # amax 448: scale 1, values as they are
+    got = compiled.round_trip(x, along_rows=True, power_of_two=False)
+    assert torch.equal(got.view(torch.int32), round_to_e4m3(x).view(torch.int32))

@@ -50,3 +50,13 @@ def test_recipes_and_flows_import_without_torch():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
+
+
+def test_environment_lacks_only_what_the_lock_leaves_out_on_purpose():
+    done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
+    missing = {
+        line.split(" requires ")[1].split(",")[0]
+        for line in done.stdout.splitlines()
+        if " requires " in line
+    }
+    assert missing <= {"torchaudio", "torchcodec", "torchvision"}, done.stdout

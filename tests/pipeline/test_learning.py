@@ -1,0 +1,21 @@
+"""The demo's claim, on seeds that the README does not show. Minutes long: `make test-slow`."""
+
+import asyncio
+
+import pytest
+
+from fp8rl.recipe.load import load_recipe
+from tests.pipeline.conftest import TINY
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("arm", ["bf16", "fp8-e2e-kv"])
+def test_sampled_accuracy_rises_by_25_points_and_greedy_does_not_fall(runs_dir, arm):
+    from flows.training import train
+
+    overrides = [f"runs_dir={runs_dir}", f"name=learning-{arm}", "seed=11"]
+    summary = asyncio.run(train(load_recipe(TINY / f"{arm}.yaml", overrides).recipe))
+    assert summary["val_accuracy_after"] >= summary["val_accuracy_before"] + 0.25
+    assert summary["val_greedy_after"] >= summary["val_greedy_before"]
+    assert summary["token_mult_prob_error_max"] < (1.01 if arm == "bf16" else 1.1)
