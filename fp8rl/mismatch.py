@@ -15,6 +15,16 @@ def _k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
+def _quantile(values: Tensor, q: float) -> Tensor:
+    """Linear between the two nearest, of any number of values (torch's own stops at 2^24)."""
+    ordered = values.sort().values  # NaN sorts last
+    place = q * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    between = ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return torch.where(torch.isnan(ordered[-1]), ordered[-1], between)
+
+
 def mismatch_panel(g: Tensor, p: Tensor, mask: Tensor, *, truncate: float) -> dict[str, float]:
     """Metrics by name, for log-probs g, p [B, T] and a bool mask [B, T] of response tokens.
 
@@ -43,8 +53,8 @@ def mismatch_panel(g: Tensor, p: Tensor, mask: Tensor, *, truncate: float) -> di
     js = (_k3(p_T - log_mean) + _k3(g_T - log_mean)) / 2
     panel = {
         "token_mult_prob_error": error.mean(),
-        "token_mult_prob_error_p50": error.quantile(0.5),
-        "token_mult_prob_error_p99": error.quantile(0.99),
+        "token_mult_prob_error_p50": _quantile(error, 0.5),
+        "token_mult_prob_error_p99": _quantile(error, 0.99),
         "token_mult_prob_error_max": error.max(),
         "kl_k1": -difference.mean(),
         "kl_k3": _k3(difference).mean(),

@@ -4,15 +4,17 @@ import json
 from dataclasses import fields
 from functools import cache
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import reasoning_gym.factory as gym
-from datasets import Dataset
 from reasoning_gym.dataset import ProceduralDataset
 
 from fp8rl.data import reverse_digits as rd
 from fp8rl.recipe.rules import RecipeError
 from fp8rl.recipe.schema import Task
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 # Train and validation draw from seeds far apart: many generators seed item i with seed + i.
 _VAL_SEED = 1_000_000_007
@@ -54,12 +56,14 @@ def make_generator(task: Task, *, seed: int, size: int) -> ProceduralDataset:
         raise RecipeError(f"task.options: {task.name} refuses {task.options}: {error}") from None
 
 
-def build_prompts(task: Task, seed: int) -> tuple[Dataset, Dataset]:
+def build_prompts(task: Task, seed: int) -> "tuple[Dataset, Dataset]":
     """(train, validation) prompts, without duplicates and without a question in both.
 
     Columns: id, question, answer, entry (the generator's whole item as JSON, for its scorer).
     Raises RecipeError where the task cannot give that many different questions.
     """
+    from datasets import Dataset
+
     taken: set[str] = set()
     val = _draw(task, seed + _VAL_SEED, task.val_prompts, taken, "val_prompts")
     train = _draw(task, seed, task.train_prompts, taken, "train_prompts")
@@ -68,6 +72,7 @@ def build_prompts(task: Task, seed: int) -> tuple[Dataset, Dataset]:
 
 def _draw(task: Task, seed: int, count: int, taken: set[str], key: str) -> list[dict[str, Any]]:
     generator = make_generator(task, seed=seed, size=count * _DRAWS)
+    _require_scorable(task, generator)
     rows: list[dict[str, Any]] = []
     for index in range(count * _DRAWS):
         entry = generator[index]
@@ -79,7 +84,7 @@ def _draw(task: Task, seed: int, count: int, taken: set[str], key: str) -> list[
                 "id": len(rows),
                 "question": entry["question"],
                 "answer": str(entry["answer"]),
-                "entry": json.dumps(entry, default=str),
+                "entry": json.dumps(entry),
             }
         )
         if len(rows) == count:
@@ -88,6 +93,24 @@ def _draw(task: Task, seed: int, count: int, taken: set[str], key: str) -> list[
         f"task.{key}: {task.name} gave only {len(rows)} different questions of the {count} wanted; "
         "ask for fewer, or set options that make more"
     )
+
+
+def _require_scorable(task: Task, generator: ProceduralDataset) -> None:
+    """Items are kept as JSON; a scorer that no longer knows its own answer then is found here."""
+    entry = generator[0]
+    if not isinstance(entry["answer"], str):
+        raise RecipeError(f"task.name: {task.name} gives no text as its answer, which a prompt needs")
+    try:
+        kept = json.loads(json.dumps(entry))
+        before = generator.score_answer(entry["answer"], entry)
+        after = generator.score_answer(entry["answer"], kept)
+    except Exception as error:
+        raise RecipeError(f"task.name: {task.name} cannot be scored from JSON: {error}") from None
+    if before != after:
+        raise RecipeError(
+            f"task.name: {task.name} scores its own answer {after}, not {before}, once its item has "
+            "been JSON; it is not supported"
+        )
 
 
 def prompts_of_iteration(total: int, count: int, iteration: int, seed: int) -> list[int]:

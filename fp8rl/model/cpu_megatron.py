@@ -7,8 +7,8 @@ here                  the Megatron call it answers
 `SdpaAttention`       DotProductAttention.forward makes CUDA masks and forks the CUDA RNG tracker
 `CPU_CONFIG`          TransformerConfig: CPU initialisation, no fused CUDA or jit kernels
 
-tests/contract/test_megatron_cpu.py holds each against the installed Megatron-core, so that an
-upgrade that changes one of these calls fails there.
+tests/contract/test_megatron.py shows what Megatron-core does without them, and holds the result
+against transformers, so that an upgrade that changes one of these calls fails there.
 """
 
 from collections.abc import Callable

@@ -6,6 +6,13 @@ from pathlib import Path
 from typing import Any
 
 SUPPORTED_MODEL_TYPES = ("llama",)
+_REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
 
 
 class UnsupportedModelError(ValueError):
@@ -52,16 +59,16 @@ def dims_from_hf(config: dict[str, Any], *, source: str = "config.json") -> Mode
     for field in ("attention_bias", "mlp_bias"):
         if config.get(field):
             raise refuse(field, "biases are not supported yet")
+    if config.get("quantization_config"):
+        raise refuse("quantization_config", "the initial weights must not be quantised")
     if config.get("hidden_act", "silu") != "silu":
         raise refuse("hidden_act", "only silu (SwiGLU) is supported")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise refuse("rope_parameters", "only the default rotary embedding is supported yet")
-    missing = [
-        key
-        for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
-        if key not in config
-    ]
+    if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise refuse("partial_rotary_factor", "only full rotary embeddings are supported")
+    missing = [key for key in _REQUIRED if key not in config]
     if missing:
         raise UnsupportedModelError(f"{source}: missing {', '.join(missing)}")
     heads = config["num_attention_heads"]

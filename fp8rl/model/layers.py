@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 
-from fp8rl.model.precision import Format
+from fp8rl.model.precision import FORMAT_OF_DTYPE, Format
 from fp8rl.numerics.linear import Fp8Weight, Projections, fp8_linear
 
 
@@ -41,7 +41,7 @@ class PlannedLinear:
         if self.fp8 is not None:
             self.effective = Format.FP8_BLOCK
             return fp8_linear(x, weight, self.fp8, power_of_two_activation=self.pow2_activation)
-        self.effective = Format.BF16
+        self.effective = FORMAT_OF_DTYPE[str(x.dtype)]
         return nn.functional.linear(x, weight.to(x.dtype))
 
 

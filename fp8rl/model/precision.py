@@ -5,6 +5,7 @@ and so is a `keep_bf16` pattern that matches nothing (a misspelt name would othe
 layer that the user wanted kept). Imports without torch.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,6 +19,7 @@ class Format(StrEnum):
     """Number format of a parameter in the forward pass."""
 
     BF16 = "bf16"
+    FP32 = "fp32"  # never planned; effective where something runs wider than it was asked to
     FP8_BLOCK = "fp8_block"  # E4M3, 128x128 blocks, FP32 descales
 
 
@@ -116,9 +118,11 @@ def assert_effective(plan: dict[str, Decision], effective: dict[str, Format], *,
         )
 
 
-def count_by_format(decisions: Iterable[Decision]) -> dict[str, int]:
-    """Number of parameters tensors in each format."""
-    counts: dict[str, int] = {}
-    for decision in decisions:
-        counts[decision.format] = counts.get(decision.format, 0) + 1
-    return counts
+def count_formats(formats: Iterable[str]) -> str:
+    """How many parameters are in each format, as text: "28 fp8_block, 10 bf16"."""
+    counts = Counter(formats)
+    return ", ".join(f"{count} {name}" for name, count in counts.most_common())
+
+
+# What a product of each dtype is called here. Keyed by text, so that torch is not imported.
+FORMAT_OF_DTYPE = {"torch.bfloat16": Format.BF16, "torch.float32": Format.FP32}

@@ -132,6 +132,9 @@ class _Fp8Linear(torch.autograd.Function):
             dx = rounded @ ctx.fp8.dequantised_by_projection(weight)
             dx = dx.to(x_TK.dtype).view(ctx.x_shape)
         if ctx.needs_input_grad[1]:
+            # A token without gradient (padding) adds nothing, but would share a scale with others.
+            has_gradient = (dy_TN != 0).any(1, keepdim=True)
+            x_TK = torch.where(has_gradient, x_TK, torch.zeros_like(x_TK))
             dy_along_T = round_trip_tokens(dy_TN, power_of_two=ctx.pow2, name=_GRADIENT)
             x_along_T = round_trip_tokens(x_TK, power_of_two=ctx.pow2)
             dw = (dy_along_T.t() @ x_along_T).to(weight.dtype)

@@ -17,6 +17,10 @@ from pydantic import BaseModel, ValidationError
 from fp8rl.recipe.rules import RecipeError
 from fp8rl.recipe.schema import Recipe
 
+# The task's own options replace those of a base, so that another task starts clean.
+_REPLACED = "task.options"
+# What the runs folder holds besides runs.
+_RESERVED = ("demo", "mlartifacts", "mlflow.db")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -36,7 +40,14 @@ class LoadedRecipe:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's scalars: `off` and `no` are words, `1e-4` is a number."""
+    """YAML 1.2's scalars (`off` is a word, `1e-4` a number), and no key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"{node.start_mark}: the key {key!r} stands there twice")
+        return super().construct_mapping(node, deep)
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -84,6 +95,8 @@ def check_name(name: str) -> None:
             f"name: {name!r} cannot name a run; use letters, digits, '.', '_' and '-', up to 100, "
             "beginning with a letter or digit"
         )
+    if name in _RESERVED:
+        raise RecipeError(f"name: {name!r} is kept for other things in the runs folder; choose another")
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -116,8 +129,7 @@ def _merge(
 ) -> None:
     for key, value in new.items():
         dotted = f"{prefix}{key}"
-        # `options` are the task's own: they replace, so that another task starts clean.
-        if isinstance(value, dict) and dotted != "task.options":
+        if isinstance(value, dict) and dotted != _REPLACED:
             if not isinstance(base.get(key), dict):
                 base[key] = {}
             _merge(base[key], value, origins, origin, f"{dotted}.")
@@ -134,14 +146,10 @@ def _override(values: dict[str, Any], origins: dict[str, str], text: str) -> Non
         value = _yaml(raw)
     except yaml.YAMLError as error:
         raise RecipeError(f"override {text!r}: the value is not readable: {error}") from None
-    *parents, last = dotted.split(".")
-    target = values
-    for key in parents:
-        if not isinstance(target.get(key), dict):
-            target[key] = {}
-        target = target[key]
-    target[last] = value
-    origins[dotted] = "command line"
+    nested: Any = value
+    for key in reversed(dotted.split(".")):
+        nested = {key: nested}
+    _merge(values, nested, origins, "command line", "")
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:

@@ -68,6 +68,8 @@ def _sampling(recipe: Recipe) -> Iterator[Violation]:
             "the engine renormalises log-probs over the tokens that survive top-p and top-k, the "
             "learner does not, so the importance weights would be wrong. Set top_p=1 and top_k=-1",
         )
+    if rollout.top_k == 0:
+        yield Violation(("rollout.top_k",), "0 would keep no token; -1 switches it off")
     if rollout.samples < 2:
         yield Violation(
             ("rollout.samples",), "GRPO compares the samples of a prompt: at least 2 are needed"
@@ -99,11 +101,6 @@ def _precision(recipe: Recipe, dims: ModelDims) -> Iterator[Violation]:
             ("precision.first_layers_bf16", "precision.last_layers_bf16"),
             f"together more than the model's {dims.layers} layers",
         )
-    if precision.kv_cache is Linear.FP8 and dims.head_dim % 32:
-        yield Violation(
-            ("precision.kv_cache",),
-            f"vLLM's FP8 KV cache needs a head size that is a multiple of 32; it is {dims.head_dim}",
-        )
     try:
         make_plan(plan_rules(precision, precision.rollout), dims)
     except PrecisionPlanError as error:
@@ -111,6 +108,17 @@ def _precision(recipe: Recipe, dims: ModelDims) -> Iterator[Violation]:
 
 
 def _sizes(recipe: Recipe, dims: ModelDims) -> Iterator[Violation]:
+    tiny = recipe.model.tiny
+    if recipe.model.path is None and tiny.hidden_size % tiny.heads:
+        yield Violation(
+            ("model.tiny.hidden_size", "model.tiny.heads"),
+            f"{tiny.hidden_size} does not divide among {tiny.heads} heads",
+        )
+    elif dims.head_dim % 32:
+        yield Violation(
+            ("model",),
+            f"vLLM's attention needs a head size that is a multiple of 32; it is {dims.head_dim}",
+        )
     if dims.heads % dims.kv_heads:
         yield Violation(
             ("model",), f"{dims.heads} attention heads do not divide among {dims.kv_heads} KV heads"

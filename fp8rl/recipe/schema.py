@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+_NOT_NUMBERS = {"name", "arm", "runs_dir", "tracking", "step_timeout_s"}
 # Raise it when a change of code changes what the same warm start trains.
 WARM_START_CODE = 1
 
@@ -18,12 +19,15 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     """Base of all parts of a recipe."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class Device(StrEnum):
@@ -109,7 +113,7 @@ class Rollout(Section):
     """Samples of each prompt: the group of GRPO."""
     temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: int = -1
+    top_k: Annotated[int, Field(ge=-1)] = -1
     """-1: off."""
     max_prompt_tokens: PositiveInt = 64
     """Longer prompts are refused when the data are prepared."""
@@ -123,7 +127,7 @@ class Learner(Section):
     lr: PositiveFloat = 1e-4
     warmup_iterations: NonNegativeInt = 3
     weight_decay: NonNegativeFloat = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     grad_clip: PositiveFloat = 1.0
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -131,7 +135,8 @@ class Learner(Section):
     updates: PositiveInt = 1
     """Optimiser steps on the samples of one iteration."""
     micro_batch: PositiveInt = 128
-    """Sequences in one forward and backward pass; does not change the gradient."""
+    """Sequences in one forward and backward pass. The loss does not depend on it; FP8 gradients do
+    a little: wgrad scales groups of 128 tokens, and other micro-batches make other groups."""
 
 
 class Correction(Section):
@@ -167,6 +172,8 @@ class Recipe(Section):
     threads: NonNegativeInt = 0
     """CPU threads of the engine and of the learner. 0: all cores."""
     runs_dir: str = "runs"
+    step_timeout_s: PositiveFloat = 3600.0
+    """A step that takes longer fails."""
     model: Model = Model()
     warm_start: WarmStart = WarmStart()
     task: Task = Task()
@@ -179,7 +186,7 @@ class Recipe(Section):
 
     def digest(self) -> str:
         """sha256 over what can change numbers: all but names, places and tracking."""
-        return _digest(self.model_dump(mode="json", exclude={"name", "arm", "runs_dir", "tracking"}))
+        return _digest(self.model_dump(mode="json", exclude=_NOT_NUMBERS))
 
     def warm_start_digest(self) -> str:
         """Digest of all that decides the warm-started weights; the arm's precision is not among it."""

@@ -6,6 +6,9 @@ tokens come out: text is the caller's business.
 """
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 from fp8rl.data.seeds import seed_of
 from fp8rl.model.dims import read_dims
 from fp8rl.model.kv_scales import KvScales, LayerScales
+from fp8rl.model.names import name_table
 from fp8rl.model.precision import Decision, assert_effective, make_plan
 from fp8rl.model.published import read_published
 from fp8rl.recipe.rules import plan_rules
@@ -25,6 +29,22 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "TORCHDYNAMO_DISABLE": "1",
 }
+
+
+@contextmanager
+def _llvmlite_out_of_sight() -> Iterator[None]:
+    """Hides one llvmlite module while vLLM starts.
+
+    vLLM 0.32 looks at the attributes of everything in every loaded module. llvmlite's library object
+    answers any attribute name with a foreign function, which that scan does not survive.
+    """
+    name = "llvmlite.binding.ffi"
+    hidden = sys.modules.pop(name, None)
+    try:
+        yield
+    finally:
+        if hidden is not None:
+            sys.modules[name] = hidden
 
 
 class EngineStateError(RuntimeError):
@@ -66,8 +86,6 @@ class Engine:
 
     def __init__(self, model_dir: Path, recipe: Recipe, *, max_len: int) -> None:
         os.environ.update(_ENVIRONMENT)
-        from vllm import LLM
-
         from fp8rl.rollout import vllm_plugin
 
         vllm_plugin.register()
@@ -78,16 +96,30 @@ class Engine:
             plan_rules(recipe.precision, recipe.precision.rollout), self.dims
         )
         self.fp8_kv = recipe.precision.kv_cache is Linear.FP8
-        self.llm = LLM(
+        with _llvmlite_out_of_sight():
+            self.llm = self._start(model_dir, max_len)
+        self.weights = self.inside(self._weights_view)
+        self.version: int | None = None
+        self.kv_version: int | None = None
+
+    def _start(self, model_dir: Path, max_len: int) -> Any:
+        from vllm import LLM
+
+        from fp8rl.rollout.vllm_plugin import METHOD
+
+        recipe = self.recipe
+        return LLM(
             model=str(model_dir),
             skip_tokenizer_init=True,
             dtype="bfloat16",
             load_format="dummy",
-            quantization=vllm_plugin.METHOD,
+            quantization=METHOD,
             hf_overrides={
                 "quantization_config": {
-                    "quant_method": vllm_plugin.METHOD,
-                    "formats": {name: d.format.value for name, d in self.plan.items()},
+                    "quant_method": METHOD,
+                    "formats": {
+                        slot.vllm: self.plan[slot.hf[0]].format.value for slot in name_table(self.dims)
+                    },
                     "pow2_activations": recipe.precision.pow2_activations,
                 }
             },
@@ -100,9 +132,6 @@ class Engine:
             seed=recipe.seed,
             disable_log_stats=True,
         )
-        self.weights = self.inside(self._weights_view)
-        self.version: int | None = None
-        self.kv_version: int | None = None
 
     def inside(self, function: Any) -> Any:
         """Runs `function` on the live vLLM model and returns its result."""

@@ -3,7 +3,7 @@
 vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`). The method
 is asked for by the model config that the engine passes:
 
-    quantization_config = {"quant_method": "fp8rl", "formats": {HF parameter name: format},
+    quantization_config = {"quant_method": "fp8rl", "formats": {vLLM parameter name: format},
                            "pow2_activations": bool}
 
 FP8 linears hold E4M3 codes and FP32 descales, one 128x128 grid over each Hugging Face projection,
@@ -30,17 +30,12 @@ from vllm.model_executor.layers.quantization.base_config import (
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-from fp8rl.model.precision import Format
+from fp8rl.model.precision import FORMAT_OF_DTYPE, Format
 from fp8rl.numerics.blockwise import dequantise_weight, round_trip_groups
 from fp8rl.numerics.formats import BLOCK
 from fp8rl.numerics.padding import padded_size
 
 METHOD = "fp8rl"
-# What vLLM's fused modules hold, by the last part of their name.
-_PACKED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
 
 
 def register() -> None:
@@ -86,21 +81,12 @@ class Fp8rlConfig(QuantizationConfig):
             return BaseKVCacheMethod(self)
         if not isinstance(layer, LinearBase):
             return None
-        if self.format_of(prefix) is Format.FP8_BLOCK:
+        fmt = self.formats.get(f"{prefix}.weight")
+        if fmt is None:
+            raise ValueError(f"vLLM module {prefix}: the precision plan does not know it")
+        if fmt is Format.FP8_BLOCK:
             return BlockFp8Linear(self.pow2_activations)
         return ReplaceableBf16Linear()
-
-    def format_of(self, prefix: str) -> Format:
-        """The one format of the Hugging Face projections in the vLLM module `prefix`."""
-        parent, _, leaf = prefix.rpartition(".")
-        names = [f"{parent}.{part}.weight" for part in _PACKED.get(leaf, (leaf,))]
-        unknown = [name for name in names if name not in self.formats]
-        if unknown:
-            raise ValueError(f"vLLM module {prefix}: the precision plan has no {', '.join(unknown)}")
-        formats = {self.formats[name] for name in names}
-        if len(formats) > 1:
-            raise ValueError(f"vLLM module {prefix}: its projections have different formats")
-        return formats.pop()
 
 
 class ReplaceableBf16Linear(UnquantizedLinearMethod):
@@ -113,7 +99,7 @@ class ReplaceableBf16Linear(UnquantizedLinearMethod):
         dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        layer.fp8rl_effective = Format.BF16
+        layer.fp8rl_effective = FORMAT_OF_DTYPE[str(x.dtype)]
         return super().apply(layer, x, bias)
 
 

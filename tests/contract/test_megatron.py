@@ -244,6 +244,25 @@ def test_micro_batches_do_not_change_the_step(model_dir):
     assert cosine > 0.9
 
 
+def test_fp8_gradients_do_not_depend_on_what_padding_holds(model_dir):
+    """A padded token has no gradient, but would share its group's scale in wgrad."""
+    trained = []
+    for pad in (0, 77):
+        learner = learner_for(model_dir, precision={"rollout": "fp8", "learner": "fp8"})
+        batch = small_batch()
+        batch.tokens[~batch.valid] = pad
+        learner.train(batch, torch.linspace(-1, 1, 8), iteration=9, version=0)
+        trained.append(learner.model.export())
+    assert all(torch.equal(trained[0][n], trained[1][n]) for n in trained[0])
+
+
+def test_what_runs_in_fp32_is_not_called_bf16():
+    model = policy(RAGGED, compute_dtype=torch.float32)
+    model.load(random_weights(RAGGED))
+    model(tokens())
+    assert {f for n, f in model.effective_formats().items() if "_proj" in n} == {Format.FP32}
+
+
 def test_several_updates_train_on_every_sample_once(model_dir):
     learner = learner_for(model_dir, learner={"updates": 2, "micro_batch": 3})
     result = learner.train(small_batch(), torch.linspace(-1, 1, 8), iteration=9, version=0)

@@ -53,6 +53,12 @@ def test_bad_task_is_refused(task, message):
         make_generator(task, seed=0, size=1)
 
 
+@pytest.mark.parametrize("name", ["arc_agi", "rubiks_cube"])
+def test_tasks_that_do_not_survive_json_or_give_no_answer_are_refused(name):
+    with pytest.raises(RecipeError, match=f"task.name: {name}"):
+        build_prompts(Task(name=name, train_prompts=2, val_prompts=2), seed=0)
+
+
 def test_verdicts():
     train, _ = build_prompts(TASK, seed=0)
     row = train[0]
@@ -86,6 +92,14 @@ def test_corpus_has_the_asked_share_of_right_answers_and_no_excluded_question():
     assert not excluded & {q for q, _ in pairs}
     right = sum(a == q[:-1][::-1] for q, a in pairs) / len(pairs)
     assert 0.37 < right < 0.47  # some spoilt answers are right by chance
+
+
+def test_corpus_that_the_task_cannot_fill_is_refused():
+    task = Task(options={"digits": 2})
+    everything = {f"{n:02d}>" for n in range(100)}
+    with pytest.raises(RecipeError, match="gave 0 questions outside the validation set; 40 are needed"):
+        corpus(task, steps=4, batch_size=10, correct=0.5, seed=0, exclude=everything)
+    assert corpus(task, steps=0, batch_size=10, correct=0.5, seed=0, exclude=set()) == []
 
 
 def test_seeds_differ_in_every_part_and_repeat():

@@ -64,6 +64,8 @@ def test_projections_split_and_join_are_inverses():
         ({"model_type": "mamba"}, "model_type"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_parameters"),
     ],
 )
@@ -77,7 +79,7 @@ def test_dims_read_old_and_new_rope_fields(tmp_path):
     assert dims_from_hf(old).rope_theta == 5e5
     with pytest.raises(UnsupportedModelError, match=r"no config\.json"):
         read_dims(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="missing hidden_size"):
+    with pytest.raises(UnsupportedModelError, match=r"missing hidden_size, .*num_attention_heads"):
         dims_from_hf({"model_type": "llama"})
 
 

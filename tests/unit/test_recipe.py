@@ -59,6 +59,14 @@ def test_extends_overrides_and_origins(tmp_path):
     assert loaded.origin("seed") == "default"
 
 
+def test_a_mapping_on_the_command_line_merges_as_in_a_file():
+    loaded = load_recipe(TINY / "bf16.yaml", ["rollout={prompts: 4}"])
+    assert (loaded.recipe.rollout.prompts, loaded.recipe.rollout.max_new_tokens) == (4, 8)
+    assert loaded.origin("rollout.prompts") == "command line"
+    assert loaded.origin("rollout.max_new_tokens").endswith("base.yaml")
+    assert loaded.origin("rollout.temperature") == "default"
+
+
 def test_task_options_replace_those_of_the_base(tmp_path):
     write(tmp_path, "a.yaml", "task: {name: x, options: {digits: 5}}\n")
     child = write(
@@ -102,6 +110,10 @@ def test_all_unknown_keys_are_named_at_once(tmp_path):
         ("iterations: many", "iterations: Input should be a valid integer"),
         ("learner: 3", "learner: Input should be a valid dictionary"),
         ("name: ../elsewhere", "cannot name a run"),
+        ("name: demo", "kept for other things"),
+        ("seed: 1\nlearner: {lr: 1}\nlearner: {lr: 2}", "the key 'learner' stands there twice"),
+        ("rollout: {temperature: .inf}", "rollout.temperature: Input should be a finite number"),
+        ("learner: {betas: [1.5, 2]}", "learner.betas.0: Input should be less than 1"),
         ("precision: {rollout: fp4}", "precision.rollout: Input should be 'bf16' or 'fp8'"),
     ],
 )
@@ -182,14 +194,13 @@ def violated(*overrides: str) -> dict[tuple[str, ...], str]:
             ["precision.first_layers_bf16=3", "precision.last_layers_bf16=2"],
             "precision.last_layers_bf16",
         ),
-        (
-            ["precision.kv_cache=fp8", "model.tiny.heads=16", "model.tiny.kv_heads=8"],
-            "precision.kv_cache",
-        ),
+        (["model.tiny.heads=16", "model.tiny.kv_heads=8"], "model"),
         (["precision.keep_bf16=[nothing]"], "precision.keep_bf16"),
         (["precision.rollout=fp8", "precision.keep_bf16=['*.q_proj']"], "precision.keep_bf16"),
         (["model.tiny.kv_heads=3"], "model"),
         (["rollout.max_prompt_tokens=250"], "rollout.max_prompt_tokens"),
+        (["model.tiny.heads=3", "model.tiny.kv_heads=3"], "model.tiny.heads"),
+        (["rollout.top_k=0"], "rollout.top_k"),
         (["device=cuda"], "device"),
     ],
 )
