@@ -15,7 +15,7 @@ demo: setup  ## train two precision arms on the tiny task and compare them
 test: setup  ## all that fits: unit, contract and pipeline tests
 	$(BIN)/pytest -m "not slow and not gpu"
 
-test-slow: setup  ## the rest: several seeds of the learning run
+test-slow: setup  ## the rest: the whole learning run, both arms, minutes long
 	$(BIN)/pytest -m slow
 
 lint: setup

@@ -1,6 +1,7 @@
 """`make bench`: every arm of the tiny recipe, side by side, as benchmarks/results/tiny.json."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks import record
+from fp8rl.device import compute_environment
+from fp8rl.recipe.load import load_recipe
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 ARMS = ("bf16", "bf16-kv", "fp8-rollout", "fp8-rollout-kv", "fp8-e2e", "fp8-e2e-kv")
@@ -20,7 +23,8 @@ def measure_arms(folder: Path, *overrides: str) -> dict[str, dict[str, float]]:
     results = {}
     for arm in track(ARMS, description=f"{folder.name}: arms"):
         command = [sys.executable, "-m", "benchmarks.measure", str(folder / f"{arm}.yaml"), *overrides]
-        done = subprocess.run(command, capture_output=True, text=True)
+        environment = os.environ | compute_environment(load_recipe(folder / f"{arm}.yaml").recipe)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode != 0:
             raise RuntimeError(f"{arm}: {done.stderr[-4000:]}")
         results[arm] = json.loads(done.stdout.splitlines()[-1])

@@ -5,6 +5,7 @@ nothing was started.
 """
 
 import asyncio
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flows.environment import prefect_is_configured, set_environment
+from flows.environment import embedded_home, set_environment
 from fp8rl.device import resolve
 from fp8rl.journal import Journal, RunExistsError
 from fp8rl.model.dims import UnsupportedModelError
@@ -24,6 +25,7 @@ from fp8rl.model.tiny import model_dims
 from fp8rl.recipe.load import LoadedRecipe, load_recipe
 from fp8rl.recipe.rules import RecipeError, require_valid
 from fp8rl.recipe.schema import Recipe
+from fp8rl.tracking import tracking_uri
 
 app = typer.Typer(
     help="GRPO reinforcement learning of language models in FP8, as a pipeline.",
@@ -54,9 +56,21 @@ def _user_errors() -> Iterator[None]:
 
 def _checked(path: Path, overrides: list[str] | None) -> LoadedRecipe:
     loaded = load_recipe(path, overrides)
-    require_valid(loaded.recipe, model_dims(loaded.recipe.model))
-    resolve(loaded.recipe)
+    _require_runnable(loaded.recipe)
     return loaded
+
+
+def _require_runnable(recipe: Recipe) -> None:
+    """Everything that can be known before an engine starts; raises with every reason."""
+    from fp8rl.data.tasks import make_generator
+
+    require_valid(recipe, model_dims(recipe.model))
+    resolve(recipe)
+    make_generator(recipe.task, seed=recipe.seed, size=1)
+    if recipe.name is not None:
+        journal = Journal(Path(recipe.runs_dir).resolve() / recipe.name)
+        if journal.folder.exists():
+            raise RunExistsError(journal.describe())
 
 
 @app.command()
@@ -81,8 +95,7 @@ def run(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Train a recipe, from its first iteration to its last."""
     with _user_errors():
         loaded = _checked(recipe, overrides)
-        _refuse_taken_name(loaded.recipe)
-        set_environment(loaded.recipe.runs_dir)
+        _start_environment(loaded.recipe)
         with _stopping_ray():
             summary = _train(loaded.recipe)
     _print_summary({loaded.recipe.arm or "run": summary}, "Result")
@@ -97,11 +110,9 @@ def demo(overrides: Overrides = None) -> None:
     with _user_errors():
         recipes = demo_recipes(overrides or [], f"{datetime.now():%Y%m%d-%H%M%S}")
         for recipe in recipes.values():
-            require_valid(recipe, model_dims(recipe.model))
-            resolve(recipe)
-            _refuse_taken_name(recipe)
+            _require_runnable(recipe)
         first = next(iter(recipes.values()))
-        set_environment(first.runs_dir)
+        _start_environment(first)
         with _stopping_ray():
             arms, folder = run_demo(recipes, _train)
     _print_summary(arms, "The two arms side by side")
@@ -109,13 +120,12 @@ def demo(overrides: Overrides = None) -> None:
     _print_where(first, *arms.values())
 
 
-def _refuse_taken_name(recipe: Recipe) -> None:
-    """Says what is there before any service starts; `Journal.create` makes sure once more."""
-    if recipe.name is None:
-        return
-    journal = Journal(Path(recipe.runs_dir).resolve() / recipe.name)
-    if journal.folder.exists():
-        raise RunExistsError(journal.describe())
+def _start_environment(recipe: Recipe) -> None:
+    """Sets up the embedded services where the user has configured none, and says which are used."""
+    where = set_environment(recipe.runs_dir)
+    ray = os.environ.get("RAY_ADDRESS", "embedded")
+    line = f"Prefect: {where}. Ray: {ray}. MLflow: {tracking_uri(recipe)}"
+    console.print(line, soft_wrap=True, highlight=False)
 
 
 def _train(recipe: Recipe) -> dict[str, Any]:
@@ -149,24 +159,16 @@ def _print_summary(arms: dict[str, dict[str, Any]], title: str) -> None:
 
 
 def _print_where(recipe: Recipe, *summaries: dict[str, Any]) -> None:
-    from fp8rl.tracking import tracking_uri
-
     runs = Path(recipe.runs_dir).resolve()
     folders = ", ".join(str(runs / summary["run"]) for summary in summaries)
-    uri = tracking_uri(recipe)
-    lines = [f"Files of every step: {folders}", f"Curves: mlflow ui --backend-store-uri {uri}"]
-    if not prefect_is_configured_here(recipe):
-        lines.append(f"Flow runs: PREFECT_HOME={runs / '.prefect'} prefect server start")
+    lines = [
+        f"Files of every step: {folders}",
+        f"Curves: mlflow ui --backend-store-uri {tracking_uri(recipe)}",
+    ]
+    if os.environ.get("PREFECT_HOME") == str(embedded_home(recipe.runs_dir)):
+        lines.append(f"Flow runs: PREFECT_HOME={os.environ['PREFECT_HOME']} prefect server start")
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
-
-
-def prefect_is_configured_here(recipe: Recipe) -> bool:
-    """Whether flow runs went to a server of the user's, not to the embedded one."""
-    import os
-
-    embedded = str(Path(recipe.runs_dir).resolve() / ".prefect")
-    return prefect_is_configured() and os.environ.get("PREFECT_HOME") != embedded
 
 
 def main() -> None:

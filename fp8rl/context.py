@@ -1,5 +1,6 @@
 """What every step of a run is told: small, and serialisable as JSON."""
 
+import hashlib
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -9,13 +10,12 @@ from fp8rl.recipe.schema import Recipe
 
 
 class RunContext(BaseModel):
-    """run: its name. folder: of the run. model_dir: Hugging Face folder of the initial weights."""
+    """run: its name. folder: of the run, absolute."""
 
     model_config = ConfigDict(frozen=True)
 
     run: str
     folder: Path
-    model_dir: Path
     recipe: Recipe
 
     @property
@@ -24,4 +24,15 @@ class RunContext(BaseModel):
 
     @property
     def data_dir(self) -> Path:
+        """The run's prompts."""
         return self.folder / "data"
+
+    @property
+    def model_dir(self) -> Path:
+        """Hugging Face folder of the model: the recipe's own, or the tiny one, built in the run."""
+        path = self.recipe.model.path
+        return self.folder / "model" if path is None else Path(path).resolve()
+
+    def actor_name(self, kind: str) -> str:
+        """A name that no other run has, on a cluster that several folders and users share."""
+        return f"{kind}:{self.run}:{hashlib.sha256(str(self.folder).encode()).hexdigest()[:12]}"

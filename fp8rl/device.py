@@ -1,12 +1,18 @@
-"""The device seam: the one place that asks what device a run is on.
+"""The device seam: the one place that decides by device what a run is built of.
 
-It chooses engine, learner spec and transport; every other module is told. Imports without torch,
-so that `fp8rl validate` and `fp8rl explain` answer at once.
+`resolve` names the classes of engine and policy model and the transport; the actors build what it
+names. Another device is another row here. (Inside, vllm_plugin.py packs weights for the CPU's
+kernels, and numerics/compiled.py is a faster way to the same bits for CPU tensors.)
+
+Imports without torch, so that `fp8rl validate` and `fp8rl explain` answer at once.
 """
 
 import os
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 from fp8rl.recipe.rules import CUDA_NOT_BUILT, RecipeError
 from fp8rl.recipe.schema import Device, Linear, Recipe
@@ -14,53 +20,72 @@ from fp8rl.recipe.schema import Device, Linear, Recipe
 
 @dataclass(frozen=True)
 class Backends:
-    """What runs each part of a run, in words a report can show."""
+    """What a run is built of. engine, policy_model, transport: "module:name"; the rest is for people.
+
+    devices: how many tokens/s/GPU divides by. threads: of engine and learner, each.
+    """
 
     device: Device
-    threads: int
     devices: int
+    threads: int
     engine: str
+    policy_model: str
+    transport: str
     rollout_linears: str
     kv_cache: str
-    learner: str
     learner_linears: str
-    transport: str
+
+    def load(self, part: str) -> Any:
+        """The class or module that `part` ("engine", "policy_model", "transport") names."""
+        module, _, name = getattr(self, part).partition(":")
+        loaded = import_module(module)
+        return getattr(loaded, name) if name else loaded
 
 
 def resolve(recipe: Recipe) -> Backends:
     """The backends of `recipe` on this machine.
 
     `device: auto` means the CPU as long as the CUDA side is not built, so it never depends on the
-    machine. Raises RecipeError for `device: cuda`, and where the CPU engine is not installed.
+    machine. Raises RecipeError for `device: cuda`, where the CPU engine is not installed, and for an
+    FP8 KV cache on a CPU without AVX-512.
     """
     if recipe.device is Device.CUDA:
         raise RecipeError(f"device: {CUDA_NOT_BUILT}")
     if find_spec("vllm") is None:
         raise RecipeError("device: cpu needs vLLM's CPU build: install fp8rl with the extra `cpu`")
     precision = recipe.precision
+    fp8_kv = precision.kv_cache is Linear.FP8
+    if fp8_kv and "avx512f" not in cpu_flags():
+        raise RecipeError(
+            "precision.kv_cache: vLLM's FP8 KV cache on a CPU needs AVX-512, which this one does not "
+            "have. Set precision.kv_cache=bf16"
+        )
     return Backends(
         device=Device.CPU,
-        threads=recipe.threads or len(os.sched_getaffinity(0)),
         devices=1,
-        engine="vLLM, CPU build, in process",
+        threads=recipe.threads or len(os.sched_getaffinity(0)),
+        engine="fp8rl.rollout.engine:Engine",
+        policy_model="fp8rl.model.megatron:PolicyModel",
+        transport="fp8rl.model.published",
         rollout_linears=(
-            "block-wise W8A8 FP8: fp8rl's vLLM method, FP8 codes, FP32 products (emulated)"
+            "block-wise W8A8 FP8 inside vLLM; products emulated in FP32"
             if precision.rollout is Linear.FP8
             else "BF16, vLLM's own kernels"
         ),
-        kv_cache=(
-            "FP8 E4M3, vLLM's own CPU kernels"
-            if precision.kv_cache is Linear.FP8
-            else "BF16, vLLM's own CPU kernels"
-        ),
-        learner="Megatron-core GPTModel, FP32 master weights, BF16 activations",
+        kv_cache="FP8 E4M3, vLLM's own kernels" if fp8_kv else "BF16, vLLM's own kernels",
         learner_linears=(
-            "block-wise FP8 forward, dgrad and wgrad: fp8rl reference, FP32 products (emulated)"
+            "block-wise FP8 forward, dgrad and wgrad; products emulated in FP32"
             if precision.learner is Linear.FP8
             else "BF16, torch"
         ),
-        transport="safetensors files, checked by digest",
     )
+
+
+def cpu_flags() -> set[str]:
+    """Instruction sets of this machine's CPU, as Linux names them."""
+    info = Path("/proc/cpuinfo").read_text()
+    lines = (line for line in info.splitlines() if line.startswith("flags"))
+    return set(next(lines, "").partition(":")[2].split())
 
 
 def compute_environment(recipe: Recipe) -> dict[str, str]:

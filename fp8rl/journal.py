@@ -12,12 +12,14 @@ A file without a record was never committed.
 import hashlib
 import json
 import os
+import socket
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-WEIGHTS_FILE = "weights.safetensors"
+WEIGHTS_FILE = "weights.safetensors"  # of a published version
+MODEL_FILE = "model.safetensors"  # of initial weights, as Hugging Face names it
 
 
 class RunExistsError(RuntimeError):
@@ -124,6 +126,9 @@ class Journal:
         end = self.folder / "end.json"
         if end.is_file():
             return str(json.loads(end.read_text())["state"])
+        host = about["machine"]["host"]
+        if host != socket.gethostname():
+            return f"unknown: it was started on {host}; look there whether process {about['pid']} lives"
         if _is_alive(about["pid"], about["pid_started"]):
             return f"running, process {about['pid']}"
         return "killed: its process is gone and it did not say how it ended"
@@ -134,6 +139,8 @@ class Journal:
         if not records:
             return "none"
         last = max(records, key=lambda record: record["t_ms"])
+        if last["step"] == "iteration":
+            return f"iteration {last['iteration']} is complete"
         return f"{last['step']} of iteration {last['iteration']}"
 
     def step_folder(self, iteration: int) -> Path:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Event:
-    """kind: "phase" (text, done, total), "step" (text, iteration), "iteration" (iteration, metrics)."""
+    """kind: "phase" (text, done, total), "step" (text, iteration), "iteration" (iteration, metrics),
+    "note" (text).
+    """
 
     kind: str
     text: str = ""

@@ -19,10 +19,6 @@ RUN_TAG = "fp8rl.run"
 _PARAM_LIMIT = 6000
 
 
-class TrackingError(RuntimeError):
-    """MLflow holds another run of this name."""
-
-
 def tracking_uri(recipe: Recipe) -> str:
     """The recipe's URI, else MLFLOW_TRACKING_URI, else SQLite in the runs folder."""
     configured = recipe.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
@@ -30,7 +26,7 @@ def tracking_uri(recipe: Recipe) -> str:
 
 
 class Tracker:
-    """The MLflow run of the training run `run`."""
+    """The MLflow run of the training run `run`, whose folder is new: so is this."""
 
     def __init__(self, recipe: Recipe, run: str, tags: dict[str, str]) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -41,22 +37,17 @@ class Tracker:
         self.uri = tracking_uri(recipe)
         self._client = MlflowClient(self.uri)
         experiment = self._experiment(recipe)
-        found = self._client.search_runs(
-            [experiment],
-            f"tags.`{RUN_TAG}` = '{run}' and tags.`fp8rl.runs_dir` = '{_runs_dir(recipe)}'",
-        )
-        if found:
-            raise TrackingError(
-                f"MLflow ({self.uri}) has a run {run!r} already ({found[0].info.run_id}), but its "
-                f"folder is not in {recipe.runs_dir}. Choose another name"
-            )
         created = self._client.create_run(
             experiment,
             run_name=run,
-            tags={RUN_TAG: run, "fp8rl.runs_dir": _runs_dir(recipe), **tags},
+            tags={RUN_TAG: run, **tags},
         )
         self.run_id: str = created.info.run_id
-        self._log_recipe(recipe)
+        try:
+            self._log_recipe(recipe)
+        except BaseException:
+            self.end("FAILED")
+            raise
 
     def _experiment(self, recipe: Recipe) -> str:
         name = recipe.tracking.experiment
@@ -91,14 +82,6 @@ class Tracker:
         """Stores `content` as the artifact `name`, replacing an older one."""
         self._client.log_text(self.run_id, json.dumps(content, indent=1), name)
 
-    def log_file(self, path: Path, folder: str) -> None:
-        """Stores a file as an artifact in `folder`."""
-        self._client.log_artifact(self.run_id, str(path), folder)
-
     def end(self, status: str) -> None:
         """Ends the run: FINISHED, FAILED or KILLED."""
         self._client.set_terminated(self.run_id, status)
-
-
-def _runs_dir(recipe: Recipe) -> str:
-    return str(Path(recipe.runs_dir).resolve())

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8rl.context import RunContext
-from fp8rl.recipe.schema import Recipe
+from fp8rl.journal import WEIGHTS_FILE
 
 if TYPE_CHECKING:
     from fp8rl.learner.learner import Learner
     from fp8rl.learner.warm_start import WarmStart
+    from fp8rl.rollout.engine import Engine
 
 
 class LearnerActor:
@@ -22,10 +23,10 @@ class LearnerActor:
         self._learner: Learner | None = None
         self._warm_start: WarmStart | None = None
 
-    def start_warm_start(self, recipe: Recipe, model_dir: Path) -> None:
+    def start_warm_start(self, context: RunContext) -> None:
         from fp8rl.learner.warm_start import WarmStart
 
-        self._warm_start = WarmStart(recipe, model_dir)
+        self._warm_start = WarmStart(context.recipe, context.model_dir)
 
     def advance_warm_start(self, steps: int) -> dict[str, Any]:
         assert self._warm_start is not None
@@ -68,13 +69,13 @@ class LearnerActor:
         journal = context.journal
         rollouts = from_parquet(journal.read_file(iteration, "rollout", "rollouts.parquet"))
         rewards = from_parquet(journal.read_file(iteration, "reward", "rewards.parquet"))
+        version = iteration - 1
+        _require_match(rollouts, rewards, version)
         batch = make_batch(rollouts["prompt_tokens"], rollouts["tokens"], rollouts["logprobs"])
         advantages = grpo_advantages(
             torch.tensor(rewards["reward"], dtype=torch.float64), torch.tensor(rollouts["prompt_id"])
         )
-        result = self.learner.train(
-            batch, advantages.float(), iteration=iteration, version=iteration - 1
-        )
+        result = self.learner.train(batch, advantages.float(), iteration=iteration, version=version)
         return {
             "version": result.version,
             "metrics": result.metrics,
@@ -84,7 +85,7 @@ class LearnerActor:
     def publish(self, folder: Path, version: int) -> dict[str, Any]:
         """Requantises weight `version` into `folder`; returns the manifest's digest and size."""
         manifest = self.learner.publish(folder, version=version)
-        size = (folder / "weights.safetensors").stat().st_size
+        size = (folder / WEIGHTS_FILE).stat().st_size
         return {"digest": manifest.digest, "bytes": size}
 
     def calibrate_kv(self, context: RunContext, iteration: int) -> str:
@@ -114,17 +115,26 @@ class LearnerActor:
         return self.learner.calibrate_kv(batch, version=iteration, source=source).to_json()
 
 
+def _require_match(rollouts: dict[str, list[Any]], rewards: dict[str, list[Any]], version: int) -> None:
+    """Raises ValueError unless every sample is of weight `version` and has its own reward."""
+    stale = set(rollouts["weight_version"]) - {version}
+    if stale:
+        raise ValueError(f"samples of weight version {sorted(stale)} in a batch of version {version}")
+    if any(rollouts[key] != rewards[key] for key in ("prompt_id", "sample")):
+        raise ValueError("rewards are not those of the rollouts: prompt ids or samples differ")
+
+
 class EngineActor:
     """Holds a rollout engine and the tokenizer that turns its tokens into text for the verifiers."""
 
     def __init__(self, context: RunContext) -> None:
         from transformers import AutoTokenizer
 
-        from fp8rl.rollout.engine import Engine
+        from fp8rl.device import resolve
 
         rollout = context.recipe.rollout
         self.context = context
-        self.engine: Engine = Engine(
+        self.engine: Engine = resolve(context.recipe).load("engine")(
             context.model_dir,
             context.recipe,
             max_len=rollout.max_prompt_tokens + rollout.max_new_tokens,
@@ -168,6 +178,7 @@ class EngineActor:
         started = time.perf_counter()
         done = self.engine.generate(requests, version=version)
         seconds = time.perf_counter() - started
+        self.engine.precision_report()  # raises where a linear did not run the planned format
         lengths = [len(completion.tokens) for completion in done]
         logprobs = [value for completion in done for value in completion.logprobs]
         table = {

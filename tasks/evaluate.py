@@ -6,7 +6,7 @@ from typing import Any
 from fp8rl.context import RunContext
 from fp8rl.tables import to_parquet
 from tasks.ray_runtime import engine_actor, wait
-from tasks.reward import score
+from tasks.reward import score, status_shares
 from tasks.step import step
 
 
@@ -24,6 +24,7 @@ async def evaluate(context: RunContext, iteration: int) -> tuple[dict[str, bytes
         for kind in ("sampled", "greedy")
     }
     metrics = {"val/accuracy": by_kind["sampled"], "val/greedy_accuracy": by_kind["greedy"]}
+    metrics |= {f"val/{name}": share for name, share in status_shares(scores["status"]).items()}
     return {"evaluation.parquet": to_parquet(columns | scores)}, {
         "inputs": {"weight_version": iteration},
         "metrics": metrics,

@@ -1,6 +1,5 @@
 """What comes before the first iteration: the model's folder, its warm start, the prompts."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -13,75 +12,69 @@ from prefect.logging import get_run_logger
 from fp8rl import progress
 from fp8rl.context import RunContext
 from fp8rl.device import compute_environment
-from fp8rl.recipe.schema import Recipe
+from fp8rl.journal import MODEL_FILE
 from tasks.ray_runtime import engine_actor, learner_actor, wait
 
 _STEPS_PER_CALL = 10
 
 
-def _write_tiny(recipe: Recipe, folder: Path) -> None:
+def _prepare_data(context: RunContext) -> dict[str, Any]:
+    from fp8rl.data.prepare import prepare_data
     from fp8rl.model.tiny import write_tiny_model
 
-    write_tiny_model(recipe.model.tiny, folder)
-
-
-def _prepare_data(recipe: Recipe, model_dir: Path, folder: Path) -> dict[str, Any]:
-    from fp8rl.data.prepare import prepare_data
-
-    return prepare_data(recipe, model_dir, folder)
-
-
-def _remote(function: Any, recipe: Recipe) -> Any:
-    import ray
-
-    environment = {"env_vars": compute_environment(recipe)}
-    return ray.remote(function).options(num_cpus=1, max_retries=0, runtime_env=environment)
-
-
-@task(name="warm_start", cache_policy=NO_CACHE)
-async def warm_start(run: str, recipe: Recipe) -> Path:
-    """The Hugging Face folder of the initial weights: the recipe's own, or the warm-started model.
-
-    The warm start is cached under runs/.cache by what it is made of, and shared by all arms.
-    """
-    if recipe.model.path is not None:
-        return Path(recipe.model.path).resolve()
-    cache = Path(recipe.runs_dir).resolve() / ".cache" / "warm_start"
-    folder = cache / recipe.warm_start_digest()
-    if (folder / "done.json").is_file():
-        get_run_logger().info("warm start found in %s", folder)
-        progress.emit(progress.Event("phase", "warm start (cached)", done=1, total=1))
-        return folder
-    building = cache / f".{folder.name}.{os.getpid()}"
-    shutil.rmtree(building, ignore_errors=True)
-    await wait(_remote(_write_tiny, recipe).remote(recipe, building))
-    learner = learner_actor(run, recipe)
-    await wait(learner.start_warm_start.remote(recipe, building))
-    state: dict[str, Any] = {"done": 0, "total": recipe.warm_start.steps, "loss": float("nan")}
-    while state["done"] < state["total"]:
-        progress.emit(progress.Event("phase", "warm start", done=state["done"], total=state["total"]))
-        state = await wait(learner.advance_warm_start.remote(_STEPS_PER_CALL))
-    progress.emit(progress.Event("phase", "warm start", done=state["total"], total=state["total"]))
-    await wait(learner.finish_warm_start.remote(building))
-    (building / "done.json").write_text(json.dumps(state))
-    try:
-        building.rename(folder)
-    except OSError:  # another run has built the same in the meantime
-        if not (folder / "done.json").is_file():
-            raise
-        shutil.rmtree(building)
-    return folder
+    if context.recipe.model.path is None:
+        write_tiny_model(context.recipe.model.tiny, context.model_dir)
+    return prepare_data(context.recipe, context.model_dir, context.data_dir)
 
 
 @task(name="prepare_data", cache_policy=NO_CACHE)
 async def prepare_data(context: RunContext) -> dict[str, Any]:
-    """Writes the run's train and validation prompts; returns sizes and fingerprints."""
+    """Writes the tiny model's config and tokenizer, and the run's train and validation prompts.
+
+    Returns the prompts' sizes and fingerprints.
+    """
+    import ray
+
     progress.emit(progress.Event("phase", "prompts"))
-    remote = _remote(_prepare_data, context.recipe)
-    about: dict[str, Any] = await wait(
-        remote.remote(context.recipe, context.model_dir, context.data_dir)
-    )
+    environment = {"env_vars": compute_environment(context.recipe)}
+    remote = ray.remote(_prepare_data).options(num_cpus=1, max_retries=0, runtime_env=environment)
+    about: dict[str, Any] = await wait(remote.remote(context))
     return about
+
+
+@task(name="warm_start", cache_policy=NO_CACHE)
+async def warm_start(context: RunContext) -> None:
+    """Puts the tiny model's warm-started weights into the run.
+
+    They are cached under runs/.cache by what they are made of, and shared by all arms.
+    """
+    recipe = context.recipe
+    if recipe.model.path is not None:
+        return
+    cache = context.folder.parent / ".cache" / "warm_start"
+    weights = cache / f"{recipe.warm_start_digest()}.safetensors"
+    if weights.is_file():
+        progress.emit(progress.Event("phase", "warm start (cached)", done=1, total=1))
+    else:
+        cache.mkdir(parents=True, exist_ok=True)
+        building = cache / f".{context.run}.{os.getpid()}"
+        building.mkdir(exist_ok=True)
+        await _train_warm_start(context, building)
+        (building / MODEL_FILE).replace(weights)  # at once, and the same whoever comes last
+        building.rmdir()
+    get_run_logger().info("warm start: %s", weights)
+    shutil.copyfile(weights, context.model_dir / MODEL_FILE)
+
+
+async def _train_warm_start(context: RunContext, folder: Path) -> None:
+    learner = learner_actor(context)
+    await wait(learner.start_warm_start.remote(context))
+    done, total = 0, context.recipe.warm_start.steps
+    while done < total:
+        progress.emit(progress.Event("phase", "warm start", done=done, total=total))
+        done = (await wait(learner.advance_warm_start.remote(_STEPS_PER_CALL)))["done"]
+    progress.emit(progress.Event("phase", "warm start", done=done, total=total))
+    await wait(learner.finish_warm_start.remote(folder))
 
 
 @task(name="open_engines", cache_policy=NO_CACHE)
@@ -89,8 +82,7 @@ async def open_engines(context: RunContext) -> list[dict[str, str]]:
     """Starts vLLM and builds the learner; returns the learner's table of effective precision."""
     progress.emit(progress.Event("phase", "vLLM and Megatron-core start"))
     engine = engine_actor(context)
-    learner = learner_actor(context.run, context.recipe)
-    table: list[dict[str, str]] = await wait(learner.open.remote(context))
+    table: list[dict[str, str]] = await wait(learner_actor(context).open.remote(context))
     await wait(engine.status.remote())
     return table
 

@@ -17,7 +17,7 @@ async def recalibrate_kv(
     """Writes kv_scales.json; with a BF16 KV cache there is nothing to calibrate, and it says so."""
     if context.recipe.precision.kv_cache is not Linear.FP8:
         return {}, {"output": {"needed": False}}
-    learner = learner_actor(context.run, context.recipe)
+    learner = learner_actor(context)
     content = (await wait(learner.calibrate_kv.remote(context, iteration))).encode()
     path = context.journal.step_folder(iteration) / "kv_scales.json"
     write_atomic(path, content)

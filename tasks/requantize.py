@@ -13,7 +13,7 @@ KEPT_VERSIONS = 2
 async def requantize(context: RunContext, iteration: int) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Publishes weight version `iteration` and has the engine load it, without a restart."""
     folder = context.journal.weights_folder(iteration)
-    learner = learner_actor(context.run, context.recipe)
+    learner = learner_actor(context)
     published = await wait(learner.publish.remote(folder, iteration))
     loaded = await wait(engine_actor(context).load_weights.remote(folder, iteration))
     if loaded != published["digest"]:
@@ -23,6 +23,7 @@ async def requantize(context: RunContext, iteration: int) -> tuple[dict[str, byt
         )
     context.journal.drop_weights_before(iteration - KEPT_VERSIONS + 1)
     return {}, {
+        "inputs": {"weight_version": iteration},
         "output": {"weight_version": iteration, "digest": loaded},
         "metrics": {"sync/bytes": float(published["bytes"])},
     }

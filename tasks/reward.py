@@ -28,6 +28,8 @@ async def score(task: Task, texts: list[str], entries: list[str]) -> dict[str, l
         for i in range(0, len(texts), size)
     ]
     rows = [row for ref in refs for row in await wait(ref)]
+    if all(row[1] == "error" for row in rows):
+        raise RuntimeError(f"the verifier of {task.name} failed on every sample; first: {rows[0][2]}")
     return {
         "reward": [row[0] for row in rows],
         "status": [row[1] for row in rows],
@@ -36,10 +38,10 @@ async def score(task: Task, texts: list[str], entries: list[str]) -> dict[str, l
 
 
 def status_shares(statuses: list[str]) -> dict[str, float]:
-    """Share of the completions in each status, as metrics."""
+    """Share of the completions in each status, by its name."""
     from fp8rl.reward.score import count_statuses
 
-    return {f"reward/{name}": count / len(statuses) for name, count in count_statuses(statuses).items()}
+    return {name: count / len(statuses) for name, count in count_statuses(statuses).items()}
 
 
 @step("reward")
@@ -55,7 +57,7 @@ async def reward(context: RunContext, iteration: int) -> tuple[dict[str, bytes],
     metrics = {
         "train/reward_mean": statistics.fmean(rewards),
         "reward/groups_without_signal": statistics.fmean(len(set(group)) == 1 for group in groups),
-        **status_shares(scores["status"]),
+        **{f"reward/{name}": share for name, share in status_shares(scores["status"]).items()},
     }
     inputs = {"rollouts": context.journal.record(iteration, "rollout").files["rollouts.parquet"]}
     return {"rewards.parquet": to_parquet(table)}, {"inputs": inputs, "metrics": metrics}

@@ -1,5 +1,6 @@
 """What all step tasks share: a Prefect task that times itself, commits a record and returns it."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -28,7 +29,13 @@ def step(name: str) -> Callable[[StepWork], Any]:
         async def run_step(context: RunContext, iteration: int) -> dict[str, Any]:
             progress.emit(progress.Event("step", name, iteration))
             started = time.perf_counter()
-            files, fields = await work(context, iteration)
+            limit = context.recipe.step_timeout_s
+            try:
+                files, fields = await asyncio.wait_for(work(context, iteration), limit)
+            except TimeoutError:
+                raise TimeoutError(
+                    f"step {name} of iteration {iteration} took longer than step_timeout_s={limit:g}"
+                ) from None
             record = StepRecord(name, iteration, time.perf_counter() - started, **fields)
             record = context.journal.commit(record, files)
             shown = {key: round(value, 4) for key, value in record.metrics.items()}

@@ -14,7 +14,11 @@ async def train(context: RunContext, iteration: int) -> tuple[dict[str, bytes], 
     _, learner = await require_versions(context, version)
     result = await wait(learner.train.remote(context, iteration))
     return {}, {
-        "inputs": {"weight_version": version},
+        "inputs": {
+            "weight_version": version,
+            "rollouts": context.journal.record(iteration, "rollout").files["rollouts.parquet"],
+            "rewards": context.journal.record(iteration, "reward").files["rewards.parquet"],
+        },
         "metrics": result["metrics"],
         "output": {"weight_version": result["version"], "tokens": result["tokens"]},
     }

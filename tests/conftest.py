@@ -7,7 +7,8 @@ import tempfile
 for name in ("PREFECT_API_URL", "PREFECT_PROFILE", "MLFLOW_TRACKING_URI", "RAY_ADDRESS"):
     os.environ.pop(name, None)
 HOME = tempfile.mkdtemp(prefix="fp8rl-tests-")
-os.environ["PREFECT_HOME"] = os.path.join(HOME, "prefect")
+os.environ.pop("PREFECT_HOME", None)
+os.environ["HOME"] = HOME
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from flows.environment import set_environment  # noqa: E402

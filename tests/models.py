@@ -1,6 +1,5 @@
 """Small random models for the tests: a Hugging Face folder with weights, config and tokenizer."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -50,7 +49,3 @@ def hf_model(tiny: TinyModel, weights: dict[str, torch.Tensor]):
 def recipe_with(**sections) -> Recipe:
     """A recipe from nested plain values."""
     return Recipe.model_validate(sections)
-
-
-def read_json(path: Path):
-    return json.loads(path.read_text())

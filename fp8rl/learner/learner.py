@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fp8rl.device import resolve
+from fp8rl.journal import MODEL_FILE
 from fp8rl.learner.batch import Batch
 from fp8rl.learner.correction import importance_weights
 from fp8rl.learner.kv_calibration import AmaxObserver
@@ -54,7 +56,7 @@ class Learner:
         precision = recipe.precision
         self.plan = make_plan(plan_rules(precision, linear or precision.learner), self.dims)
         self.rollout_plan = make_plan(plan_rules(precision, precision.rollout), self.dims)
-        self.model = PolicyModel(
+        self.model: PolicyModel = resolve(recipe).load("policy_model")(
             self.dims,
             self.plan,
             pow2_weight=precision.pow2_weights,
@@ -180,6 +182,7 @@ class Learner:
                 p_parts.append(torch.nn.functional.pad(p, (0, batch.g.shape[1] - p.shape[1])))
             norms.append(self._step(lr))
             losses.append(total)
+        assert_effective(self.plan, self.model.effective_formats(), where="the learner")
         self.version = version + 1
         p_all = torch.cat(p_parts)
         panel = mismatch_panel(batch.g, p_all, batch.mask, truncate=self.recipe.correction.truncate)
@@ -226,10 +229,10 @@ class Learner:
         return write_published(folder, version, self.published_tensors())
 
     def save(self, folder: Path) -> None:
-        """Writes the FP32 master weights to `folder`/model.safetensors."""
+        """Writes the FP32 master weights into `folder`, as Hugging Face does."""
         from safetensors.torch import save_file
 
-        save_file(self.model.export(), folder / "model.safetensors")
+        save_file(self.model.export(), folder / MODEL_FILE)
 
     @torch.no_grad()
     def calibrate_kv(self, batch: Batch, *, version: int, source: str) -> KvScales:

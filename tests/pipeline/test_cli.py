@@ -25,7 +25,7 @@ def call(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess:
 
 
 def environment() -> dict[str, str]:
-    """As a user's shell: the embedded Prefect of the command itself, not the tests'."""
+    """As a user's shell: Prefect embedded by the command itself (HOME is the tests' own)."""
     return {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
 
 

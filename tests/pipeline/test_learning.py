@@ -1,4 +1,4 @@
-"""The demo's claim, on seeds that the README does not show. Minutes long: `make test-slow`."""
+"""The demo's claim, on a seed that the README does not show. Minutes long: `make test-slow`."""
 
 import asyncio
 

@@ -17,7 +17,10 @@ pytestmark = pytest.mark.pipeline
 def ray():
     import ray
 
-    start_ray(load_recipe(TINY / "bf16.yaml").recipe)
+    signal.signal(signal.SIGTERM, handler := lambda *_: None)
+    start_ray()
+    assert signal.getsignal(signal.SIGTERM) is handler  # Ray's own would exit at once
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return ray
 
 
@@ -34,8 +37,8 @@ def test_wait_returns_raises_and_times_out(ray):
     assert asyncio.run(wait(work.remote(0.0, False))) == 7
     with pytest.raises(ValueError, match="planted"):
         asyncio.run(wait(work.remote(0.0, True)))
-    with pytest.raises(TimeoutError, match="no answer from Ray within"):
-        asyncio.run(wait(work.remote(5.0, False), timeout=0.2))
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(wait(work.remote(5.0, False)), 0.2))
 
 
 def test_wait_can_be_cancelled(ray):
@@ -53,10 +56,6 @@ def test_wait_can_be_cancelled(ray):
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(cancelled())
-
-
-def test_starting_ray_keeps_the_sigterm_handler():
-    assert signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, signal.Handlers.SIG_DFL)
 
 
 def test_workers_get_the_threads_that_the_bits_depend_on(ray):

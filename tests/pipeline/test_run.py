@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8rl.context import RunContext
 from fp8rl.learner.batch import make_batch
 from fp8rl.learner.logprobs import token_logprobs
 from fp8rl.mismatch import mismatch_panel
@@ -35,6 +36,10 @@ LOGGED_EACH_ITERATION = {
 @pytest.fixture(params=ARMS)
 def run(request, run_arm):
     return run_arm(request.param)
+
+
+def context_of(run):
+    return RunContext(run=run.summary["run"], folder=run.journal.folder, recipe=run.recipe)
 
 
 def mlflow_client(run):
@@ -184,7 +189,7 @@ def test_mismatch_is_small_and_recomputed_alike_by_transformers(run):
         p, _ = token_logprobs(reference(batch.tokens).logits, batch.tokens, 1.0)
     independent = mismatch_panel(batch.g, p, batch.mask, truncate=2.0)["token_mult_prob_error"]
     assert independent < limit
-    assert independent - 1 == pytest.approx(logged[-1] - 1, rel=1.0, abs=3e-3)
+    assert independent - 1 == pytest.approx(logged[-1] - 1, rel=0.7, abs=3e-3)
 
 
 def test_arms_start_from_the_same_weights(run_arm):
@@ -192,7 +197,11 @@ def test_arms_start_from_the_same_weights(run_arm):
     folders = {run_arm(arm).recipe.warm_start_digest() for arm in ARMS}
     assert len(folders) == 1
     cache = run_arm("bf16").journal.folder.parent / ".cache" / "warm_start"
-    assert [p.name for p in cache.iterdir() if not p.name.startswith(".")] == list(folders)
+    assert [p.stem for p in cache.iterdir()] == list(folders)
+    models = [
+        (run_arm(arm).journal.folder / "model" / "model.safetensors").read_bytes() for arm in ARMS
+    ]
+    assert models[0] == models[1]
 
 
 def test_actors_are_gone_after_a_run(run):
@@ -202,7 +211,7 @@ def test_actors_are_gone_after_a_run(run):
 
     for kind in ("engine", "learner"):
         with pytest.raises(ValueError, match="Failed to look up actor"):
-            ray.get_actor(f"{kind}:{run.summary['run']}", NAMESPACE)
+            ray.get_actor(context_of(run).actor_name(kind), NAMESPACE)
 
 
 def test_a_failing_run_says_so_everywhere_and_leaves_nothing_running(runs_dir, run_arm):
@@ -235,5 +244,6 @@ def test_a_failing_run_says_so_everywhere_and_leaves_nothing_running(runs_dir, r
     experiment = client.get_experiment_by_name("fp8rl").experiment_id
     found = client.search_runs([experiment], "tags.`fp8rl.run` = 'test-failing'")
     assert [r.info.status for r in found] == ["FAILED"]
+    failed = RunContext(run="test-failing", folder=runs_dir / "test-failing", recipe=recipe)
     with pytest.raises(ValueError, match="Failed to look up actor"):
-        ray.get_actor("engine:test-failing", NAMESPACE)
+        ray.get_actor(failed.actor_name("engine"), NAMESPACE)

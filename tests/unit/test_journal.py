@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fp8rl.model.published import (
 ABOUT = {
     "started": "2026-01-01T00:00:00",
     "recipe_digest": "d" * 64,
+    "machine": {"host": socket.gethostname()},
     "pid": os.getpid(),
     "pid_started": process_start(os.getpid()),
 }
@@ -65,7 +67,11 @@ def test_taken_name_says_what_is_there_and_changes_nothing(tmp_path):
 def test_states_of_a_run(tmp_path):
     killed = new(tmp_path, "killed", pid_started=1.0)  # the number was reused by another process
     assert "killed" in killed.describe()
+    elsewhere = new(tmp_path, "elsewhere", machine={"host": "another-host"})
+    assert "unknown: it was started on another-host" in elsewhere.describe()
     done = new(tmp_path, "done")
+    done.commit(StepRecord("iteration", 3, 0.1), {})
+    assert "last committed step: iteration 3 is complete" in done.describe()
     done.finish("finished")
     assert "state: finished" in done.describe()
     (tmp_path / "empty").mkdir()

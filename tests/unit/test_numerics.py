@@ -121,9 +121,6 @@ def test_padding():
     assert pad_dim(x, -1, 4).sum() == 15
 
 
-ORDER = [2, 0, 3, 1]  # fused row of each projection row, in units of 64 rows
-
-
 def fused(parts: list[torch.Tensor]) -> tuple[torch.Tensor, Projections]:
     """Two projections of 128 and 130 rows, interleaved."""
     rows = sum(len(p) for p in parts)
