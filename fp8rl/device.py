@@ -92,12 +92,14 @@ def compute_environment(recipe: Recipe) -> dict[str, str]:
     """Environment of engine and learner processes.
 
     Thread counts change the order of sums and so the bits of results, and Ray would set one thread
-    for actors that reserve no CPU. MKL is told to give the same bits in every run.
+    for actors that reserve no CPU. MKL is told to give the same bits in every run. Idle threads sleep:
+    engine and learner share the cores, and spinning ones made two runs at once ten times slower each.
     """
     threads = str(resolve(recipe).threads)
     return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "PASSIVE",
         "MKL_CBWR": "AUTO",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
