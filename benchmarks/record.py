@@ -14,6 +14,8 @@ def write(name: str, values: dict[str, Any]) -> Path:
     """Writes results/`name`.json; returns its path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    content = {"date": date.today().isoformat(), "machine": machine.describe(), **values}
+    about = machine.describe()
+    del about["host"]  # results are published
+    content = {"date": date.today().isoformat(), "machine": about, **values}
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
