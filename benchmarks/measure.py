@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from fp8rl.data.prepare import prepare_data, read_prompts, take
-from fp8rl.data.tasks import prompts_of_iteration
+from fp8rl.data.prepare import iteration_prompts, prepare_data
 from fp8rl.learner.batch import make_batch
 from fp8rl.learner.learner import Learner
 from fp8rl.model.tiny import write_tiny_model
@@ -54,10 +53,8 @@ def measure(recipe: Recipe, folder: Path) -> dict[str, float]:
     """All timings of the arm."""
     model_dir = model_folder(recipe, folder / "model")
     prepare_data(recipe, model_dir, folder / "data")
-    train = read_prompts(folder / "data", "train")
     rollout = recipe.rollout
-    rows = prompts_of_iteration(len(train["id"]), rollout.prompts, 1, recipe.seed)
-    prompts = take(train, rows)
+    prompts = iteration_prompts(folder / "data", recipe, 1)
 
     learner = Learner(model_dir, recipe)
     learner.load(model_dir, 0)

@@ -18,12 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.environment import embedded_home, set_environment
-from fp8rl.device import resolve
 from fp8rl.journal import Journal, RunExistsError
 from fp8rl.model.dims import UnsupportedModelError
-from fp8rl.model.tiny import model_dims
 from fp8rl.recipe.load import LoadedRecipe, load_recipe
-from fp8rl.recipe.rules import RecipeError, require_valid
+from fp8rl.recipe.rules import RecipeError
 from fp8rl.recipe.schema import Recipe
 from fp8rl.tracking import tracking_uri
 
@@ -62,11 +60,9 @@ def _checked(path: Path, overrides: list[str] | None) -> LoadedRecipe:
 
 def _require_runnable(recipe: Recipe) -> None:
     """Everything that can be known before an engine starts; raises with every reason."""
-    from fp8rl.data.tasks import make_generator
+    from fp8rl.preflight import require_runnable
 
-    require_valid(recipe, model_dims(recipe.model))
-    resolve(recipe)
-    make_generator(recipe.task, seed=recipe.seed, size=1)
+    require_runnable(recipe)
     if recipe.name is not None:
         journal = Journal(Path(recipe.runs_dir).resolve() / recipe.name)
         if journal.folder.exists():

@@ -18,13 +18,11 @@ from prefect.runtime import flow_run
 from flows.iteration import first_weights, iteration
 from fp8rl import machine, progress
 from fp8rl.context import RunContext
-from fp8rl.data.tasks import make_generator
 from fp8rl.device import compute_environment, resolve
 from fp8rl.journal import Journal, process_start
 from fp8rl.model.precision import count_formats
-from fp8rl.model.tiny import model_dims
+from fp8rl.preflight import require_runnable
 from fp8rl.recipe.load import check_name, to_yaml
-from fp8rl.recipe.rules import require_valid
 from fp8rl.recipe.schema import Recipe
 from fp8rl.report import summarise
 from fp8rl.tracking import Tracker
@@ -43,8 +41,7 @@ async def train(recipe: Recipe = Recipe()) -> dict[str, Any]:  # noqa: B008  a f
 
     Raises RecipeError before any engine starts, and RunExistsError where the run's name is taken.
     """
-    require_valid(recipe, model_dims(recipe.model))
-    make_generator(recipe.task, seed=recipe.seed, size=1)  # a task that is not there is found now
+    require_runnable(recipe)
     backends = resolve(recipe)
     run = run_name(recipe)
     check_name(run)

@@ -24,9 +24,11 @@ class LearnerActor:
         self._warm_start: WarmStart | None = None
 
     def start_warm_start(self, context: RunContext) -> None:
+        from fp8rl.data.prepare import read_prompts
         from fp8rl.learner.warm_start import WarmStart
 
-        self._warm_start = WarmStart(context.recipe, context.model_dir)
+        held_out = set(read_prompts(context.data_dir, "val")["question"])
+        self._warm_start = WarmStart(context.recipe, context.model_dir, exclude=held_out)
 
     def advance_warm_start(self, steps: int) -> dict[str, Any]:
         assert self._warm_start is not None
@@ -94,18 +96,12 @@ class LearnerActor:
         Over that iteration's rollouts; before the first, over the first prompts and their reference
         answers.
         """
-        from fp8rl.data.prepare import read_prompts, take
-        from fp8rl.data.tasks import prompts_of_iteration
+        from fp8rl.data.prepare import iteration_prompts
         from fp8rl.learner.batch import make_batch
         from fp8rl.tables import from_parquet
 
         if iteration == 0:
-            recipe = context.recipe
-            train = read_prompts(context.data_dir, "train")
-            rows = prompts_of_iteration(
-                len(train["id"]), recipe.rollout.prompts, iteration=1, seed=recipe.seed
-            )
-            columns = take(train, rows)
+            columns = iteration_prompts(context.data_dir, context.recipe, 1)
             source, responses = "prompts and reference answers", columns["answer_tokens"]
         else:
             content = context.journal.read_file(iteration, "rollout", "rollouts.parquet")
@@ -148,12 +144,13 @@ class EngineActor:
     def load_weights(self, folder: Path, version: int) -> str:
         return self.engine.load_weights(folder, version)
 
-    def apply_kv_scales(self, path: Path) -> list[dict[str, float]]:
+    def apply_kv_scales(self, scales: str) -> list[dict[str, float]]:
+        """Applies KV scales (JSON); returns those read back."""
         from dataclasses import asdict
 
         from fp8rl.model.kv_scales import KvScales
 
-        return [asdict(layer) for layer in self.engine.apply_kv_scales(KvScales.read(path))]
+        return [asdict(layer) for layer in self.engine.apply_kv_scales(KvScales.from_json(scales))]
 
     def precision_report(self) -> dict[str, Any]:
         return self.engine.precision_report()
@@ -162,15 +159,12 @@ class EngineActor:
         """Samples of the iteration's prompts: (Parquet, metrics)."""
         import time
 
-        from fp8rl.data.prepare import read_prompts, take
-        from fp8rl.data.tasks import prompts_of_iteration
+        from fp8rl.data.prepare import iteration_prompts
         from fp8rl.rollout.engine import requests_for
         from fp8rl.tables import to_parquet
 
         recipe = self.context.recipe
-        train = read_prompts(self.context.data_dir, "train")
-        rows = prompts_of_iteration(len(train["id"]), recipe.rollout.prompts, iteration, recipe.seed)
-        prompts = take(train, rows)
+        prompts = iteration_prompts(self.context.data_dir, recipe, iteration)
         samples = recipe.rollout.samples
         requests = requests_for(
             prompts["prompt_tokens"], prompts["id"], samples, run_seed=recipe.seed, iteration=iteration
@@ -183,7 +177,7 @@ class EngineActor:
         logprobs = [value for completion in done for value in completion.logprobs]
         table = {
             "prompt_id": [i for i in prompts["id"] for _ in range(samples)],
-            "sample": list(range(samples)) * len(rows),
+            "sample": list(range(samples)) * len(prompts["id"]),
             "seed": [request.seed for request in requests],
             "weight_version": [version] * len(done),
             "prompt_tokens": [request.prompt for request in requests],

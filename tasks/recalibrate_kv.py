@@ -3,7 +3,6 @@
 from typing import Any
 
 from fp8rl.context import RunContext
-from fp8rl.journal import write_atomic
 from fp8rl.model.kv_scales import KvScales
 from fp8rl.recipe.schema import Linear
 from tasks.ray_runtime import engine_actor, learner_actor, wait
@@ -18,12 +17,10 @@ async def recalibrate_kv(
     if context.recipe.precision.kv_cache is not Linear.FP8:
         return {}, {"output": {"needed": False}}
     learner = learner_actor(context)
-    content = (await wait(learner.calibrate_kv.remote(context, iteration))).encode()
-    path = context.journal.step_folder(iteration) / "kv_scales.json"
-    write_atomic(path, content)
-    used = await wait(engine_actor(context).apply_kv_scales.remote(path))
-    scales = KvScales.read(path)
-    return {"kv_scales.json": content}, {
+    content: str = await wait(learner.calibrate_kv.remote(context, iteration))
+    used = await wait(engine_actor(context).apply_kv_scales.remote(content))
+    scales = KvScales.from_json(content)
+    return {"kv_scales.json": content.encode()}, {
         "output": {"needed": True, "weight_version": scales.version, "used": used},
         "metrics": {
             "kv/tokens": float(scales.tokens),

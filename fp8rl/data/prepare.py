@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from fp8rl.data.tasks import build_prompts
+from fp8rl.data.tasks import build_prompts, prompts_of_iteration
 from fp8rl.journal import write_atomic
 from fp8rl.recipe.rules import RecipeError
 from fp8rl.recipe.schema import Recipe
@@ -48,6 +48,8 @@ def read_prompts(folder: Path, split: str) -> dict[str, list[Any]]:
     return from_parquet((folder / f"{split}.parquet").read_bytes())
 
 
-def take(columns: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
-    """The given rows of a table."""
-    return {name: [values[row] for row in rows] for name, values in columns.items()}
+def iteration_prompts(folder: Path, recipe: Recipe, iteration: int) -> dict[str, list[Any]]:
+    """The columns of the train prompts that `iteration` (from 1) samples."""
+    train = read_prompts(folder, "train")
+    rows = prompts_of_iteration(len(train["id"]), recipe.rollout.prompts, iteration, recipe.seed)
+    return {name: [values[row] for row in rows] for name, values in train.items()}

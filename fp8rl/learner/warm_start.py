@@ -4,30 +4,31 @@ from pathlib import Path
 from typing import Any
 
 from fp8rl.data.corpus import corpus
-from fp8rl.data.tasks import build_prompts
 from fp8rl.learner.batch import Batch, make_batch
 from fp8rl.learner.learner import Learner
 from fp8rl.recipe.schema import Linear, Recipe
 
 
 class WarmStart:
-    """Trains the tiny model in `model_dir` (config and tokenizer) from random weights, in BF16."""
+    """Trains the tiny model in `model_dir` (config and tokenizer) from random weights, in BF16.
 
-    def __init__(self, recipe: Recipe, model_dir: Path) -> None:
+    exclude: questions that must not be trained on (the validation set).
+    """
+
+    def __init__(self, recipe: Recipe, model_dir: Path, *, exclude: set[str]) -> None:
         from transformers import AutoTokenizer
 
         self.options = recipe.warm_start
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         self.learner = Learner(model_dir, recipe, linear=Linear.BF16)
         self.learner.model.reset(recipe.seed)
-        _, val = build_prompts(recipe.task, recipe.seed)
         self.batches = corpus(
             recipe.task,
             steps=self.options.steps,
             batch_size=self.options.batch_size,
             correct=self.options.correct,
             seed=recipe.seed,
-            exclude=set(val["question"]),
+            exclude=exclude,
         )
         self.done = 0
 

@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from fp8rl.numerics.formats import E4M3_MAX
 
@@ -54,9 +53,9 @@ class KvScales:
         return json.dumps(asdict(self), indent=1)
 
     @staticmethod
-    def read(path: Path) -> "KvScales":
+    def from_json(text: str) -> "KvScales":
         """Reads what `to_json` wrote."""
-        values = json.loads(path.read_text())
+        values = json.loads(text)
         layers = tuple(LayerScales(**layer) for layer in values.pop("layers"))
         return KvScales(layers=layers, **values)
 

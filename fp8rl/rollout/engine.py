@@ -163,10 +163,9 @@ class Engine:
             raise EngineStateError("KV scales were sent before any weights")
         scales.require_usable(layers=self.dims.layers, version=self.version)
         self.kv_version = None
-        self.weights.apply_kv_scales(scales)
+        used: list[LayerScales] = self.weights.apply_kv_scales(scales)
         self._drop_prefix_cache()
         self.kv_version = scales.version
-        used: list[LayerScales] = self.weights.read_kv_scales()
         return used
 
     def require_version(self, expected: int) -> None:

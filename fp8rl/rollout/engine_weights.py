@@ -118,7 +118,7 @@ class EngineWeights:
         dtype, storage = found.pop()
         return {"dtype": dtype, "storage": storage.removeprefix("torch.")}
 
-    def apply_kv_scales(self, scales: KvScales) -> None:
+    def apply_kv_scales(self, scales: KvScales) -> list[LayerScales]:
         """Sets q, k and v scales of every layer, the tensors and the host copies that kernels read."""
         for layer, values in zip(self._attention(), scales.layers, strict=True):
             for name, value in (("q", values.q), ("k", values.k), ("v", values.v)):
@@ -129,6 +129,7 @@ class EngineWeights:
         used = self.read_kv_scales()
         if used != list(scales.layers):
             raise KvScalesError(f"scales read back {used} are not those sent {scales.layers}")
+        return used
 
     def read_kv_scales(self) -> list[LayerScales]:
         """The scales in use; raises KvScalesError where a tensor and its host copy differ."""
