@@ -13,6 +13,8 @@ _QUIET = {
     "DO_NOT_TRACK": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Prefect's own log lines go to the server only: the terminal has the live view.
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",
     # A slow machine needs longer than Prefect's 20 seconds for a first database.
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
 }
@@ -32,15 +34,10 @@ def configured_prefect() -> str | None:
     return str(profiles) if profiles.is_file() else None
 
 
-def set_environment(runs_dir: str, *, quiet_console: bool = True) -> str:
-    """Sets what is unset; returns in words which Prefect is used.
-
-    quiet_console: Prefect's own log lines go to the server only.
-    """
+def set_environment(runs_dir: str) -> str:
+    """Sets what is unset; returns in words which Prefect is used."""
     for key, value in _QUIET.items():
         os.environ.setdefault(key, value)
-    if quiet_console:
-        os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "ERROR")
     configured = configured_prefect()
     if configured is not None:
         return f"yours ({configured})"
