@@ -1,8 +1,11 @@
-"""The one place that pads a tensor for block-scaled arithmetic."""
+"""The one place that pads: tensors for tiled arithmetic, and token counts for FP8 kernels."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fp8rl.numerics.formats import BLOCK, MX_GROUP, Scaling
+
+_TOKENS = {Scaling.BLOCK: BLOCK, Scaling.MXFP8: MX_GROUP, Scaling.TENSOR: 16, Scaling.CHANNEL: 16}
 
 
 def padded_size(size: int, multiple: int) -> int:
@@ -10,10 +13,28 @@ def padded_size(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def token_multiple(
+    scaling: Scaling,
+    *,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+    context_parallel: int = 1,
+) -> int:
+    """What the number of tokens in a batch must be a multiple of for FP8 tensor-core kernels.
+
+    128 block-wise, 32 for MXFP8, 16 otherwise, for each rank's share: sequence parallelism cuts the
+    tokens among the tensor-parallel ranks, context parallelism into two pieces for each rank.
+    """
+    shards = tensor_parallel if sequence_parallel else 1
+    if context_parallel > 1:
+        shards *= 2 * context_parallel
+    return _TOKENS[scaling] * shards
+
+
 def pad_dim(x: Tensor, dim: int, multiple: int) -> Tensor:
     """Zero-pads dimension `dim` of `x` at its end up to a multiple of `multiple`.
 
-    Zeros change neither a block's amax nor a product, so the caller crops the result and the
+    Zeros change neither a tile's amax nor a product, so the caller crops the result and the
     arithmetic is that of the unpadded tensor. Returns `x` itself where nothing is missing.
     """
     missing = padded_size(x.shape[dim], multiple) - x.shape[dim]
@@ -23,8 +44,3 @@ def pad_dim(x: Tensor, dim: int, multiple: int) -> Tensor:
     pads = [0, 0] * (x.dim() - dim - 1) + [0, missing]
     padded: Tensor = F.pad(x, pads)
     return padded
-
-
-def split_groups(x: Tensor, group: int) -> Tensor:
-    """`x` [..., K] as [..., ceil(K / group), group], zero-padded at the end of K."""
-    return torch.unflatten(pad_dim(x, -1, group), -1, (-1, group))
