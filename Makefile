@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Nothing here asks a hub for models or data.
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: setup demo test test-slow lint bench clean
+.PHONY: setup demo test test-slow lint bench gpu-check clean
 
 setup:
 	@infra/setup.sh
@@ -25,6 +25,10 @@ lint: setup
 
 bench: setup  ## timings, as JSON under benchmarks/results/
 	$(BIN)/python -m benchmarks.pipeline
+	$(BIN)/python -m benchmarks.numerics
+
+gpu-check:  ## FP8 products and quantiser on a Hopper card; needs PyTorch, NumPy and this folder only
+	python3 infra/gpu_check.py --out docs/gpu_check.md
 
 clean:
 	rm -rf .venv *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
