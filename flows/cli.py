@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.environment import embedded_home, set_environment
+from fp8rl import progress
 from fp8rl.journal import Journal, RunExistsError
 from fp8rl.model.dims import UnsupportedModelError
 from fp8rl.recipe.load import LoadedRecipe, load_recipe
-from fp8rl.recipe.rules import RecipeError
+from fp8rl.recipe.rules import RecipeError, warnings
 from fp8rl.recipe.schema import Recipe
 from fp8rl.tracking import tracking_uri
 
@@ -62,11 +63,16 @@ def _require_runnable(recipe: Recipe) -> None:
     """Everything that can be known before an engine starts; raises with every reason."""
     from fp8rl.preflight import require_runnable
 
-    require_runnable(recipe)
+    with progress.listening(_say):
+        require_runnable(recipe)
     if recipe.name is not None:
         journal = Journal(Path(recipe.runs_dir).resolve() / recipe.name)
         if journal.folder.exists():
             raise RunExistsError(journal.describe())
+
+
+def _say(event: progress.Event) -> None:
+    console.print(event.text, soft_wrap=True, highlight=False)
 
 
 @app.command()
@@ -75,6 +81,8 @@ def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
     with _user_errors():
         loaded = _checked(recipe, overrides)
     console.print(f"{recipe}: valid (digest {loaded.recipe.digest()[:12]})", highlight=False)
+    for warning in warnings(loaded.recipe):
+        console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False)
 
 
 @app.command()
@@ -84,6 +92,25 @@ def explain(recipe: RecipePath, overrides: Overrides = None) -> None:
 
     with _user_errors():
         show(_checked(recipe, overrides), console)
+
+
+@app.command()
+def numerics(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="Hugging Face folder to take instead of the recipe's model"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the results; runs/numerics/<arm> by default")
+    ] = None,
+) -> None:
+    """Compare our FP8 scales and codes with other engines' on a model, and show what FP8 loses."""
+    from flows.numerics import numerics as report
+
+    with _user_errors(), progress.listening(_say):
+        report(load_recipe(recipe, overrides), console, weights=weights, out=out)
 
 
 @app.command()

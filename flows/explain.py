@@ -6,9 +6,9 @@ from rich.table import Table
 from fp8rl.device import resolve
 from fp8rl.model.names import name_table
 from fp8rl.model.precision import make_plan
-from fp8rl.model.tiny import model_dims
+from fp8rl.model.source import describe_model, model_dims
 from fp8rl.recipe.load import LoadedRecipe, flatten
-from fp8rl.recipe.rules import plan_rules
+from fp8rl.recipe.rules import plan_rules, warnings
 
 
 def explain(loaded: LoadedRecipe, console: Console) -> None:
@@ -26,9 +26,11 @@ def explain(loaded: LoadedRecipe, console: Console) -> None:
     parts.add_column("effective", overflow="fold")
     for name, backend in vars(resolve(recipe)).items():
         parts.add_row(name.replace("_", " "), str(backend))
+    for name, value in describe_model(recipe).items():
+        parts.add_row(f"model: {name}", str(value))
     console.print(parts)
 
-    dims = model_dims(recipe.model)
+    dims = model_dims(recipe)
     precision = recipe.precision
     rollout = make_plan(plan_rules(precision, precision.rollout), dims)
     learner = make_plan(plan_rules(precision, precision.learner), dims)
@@ -41,3 +43,5 @@ def explain(loaded: LoadedRecipe, console: Console) -> None:
             decision = rollout[name]
             plan.add_row(name, shape, decision.format, learner[name].format, decision.rule)
     console.print(plan)
+    for warning in warnings(recipe):
+        console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False)

@@ -20,9 +20,11 @@ from fp8rl import machine, progress
 from fp8rl.context import RunContext
 from fp8rl.device import compute_environment, resolve
 from fp8rl.journal import Journal, process_start
-from fp8rl.model.precision import count_formats
+from fp8rl.model.precision import both_sides, count_formats
+from fp8rl.model.source import describe_model
 from fp8rl.preflight import require_runnable
 from fp8rl.recipe.load import check_name, to_yaml
+from fp8rl.recipe.rules import warnings
 from fp8rl.recipe.schema import Recipe
 from fp8rl.report import summarise
 from fp8rl.tracking import Tracker
@@ -53,6 +55,9 @@ async def train(recipe: Recipe = Recipe()) -> dict[str, Any]:  # noqa: B008  a f
         # Whatever happens, and whichever of these fails: no engine is left running, and both records
         # say how the run ended.
         at_the_end.callback(lambda: journal.finish(state))
+        for warning in warnings(recipe):
+            get_run_logger().warning(warning)
+            progress.emit(progress.Event("note", f"warning: {warning}"))
         progress.emit(progress.Event("phase", "MLflow and Ray start"))
         tracker = Tracker(recipe, run, _tags(recipe))
         at_the_end.callback(lambda: tracker.end(status))
@@ -78,8 +83,10 @@ async def _train(context: RunContext, tracker: Tracker) -> dict[str, Any]:
     bar = await acreate_progress_artifact(progress=0.0, key=_key(context.run, "progress"))
     _log(tracker, context, await first_weights(context))
     engine = await precision_report(context)
-    tracker.log_json("precision.json", {"learner": learner, "engine": engine})
-    _say_precision(learner, engine)
+    columns = both_sides(learner, engine["parameters"])
+    tracker.log_table("precision.json", columns)
+    tracker.log_json("kv_cache.json", {"requested": recipe.precision.kv_cache, **engine["kv_cache"]})
+    _say_precision(columns, engine["kv_cache"])
     for number in range(1, recipe.iterations + 1):
         _log(tracker, context, await iteration(context, number))
         await aupdate_progress_artifact(bar, progress=100.0 * number / recipe.iterations)
@@ -91,12 +98,12 @@ async def _train(context: RunContext, tracker: Tracker) -> dict[str, Any]:
     return summary
 
 
-def _say_precision(learner: list[dict[str, str]], engine: dict[str, Any]) -> None:
+def _say_precision(columns: dict[str, list[str]], kv_cache: dict[str, str]) -> None:
     """One line on what runs: parameters by effective format on each side, and the KV cache."""
     text = (
-        f"effective precision: rollout {count_formats(engine['parameters'].values())}; "
-        f"KV cache {engine['kv_cache']['dtype']} ({engine['kv_cache']['storage']}); "
-        f"learner {count_formats(row['effective'] for row in learner)}"
+        f"effective precision: rollout {count_formats(columns['rollout_effective'])}; "
+        f"KV cache {kv_cache['dtype']} ({kv_cache['storage']}); "
+        f"learner {count_formats(columns['learner_effective'])}"
     )
     get_run_logger().info(text)
     progress.emit(progress.Event("note", text))
@@ -139,10 +146,12 @@ def _about(recipe: Recipe) -> dict[str, Any]:
     return {
         "arm": recipe.arm,
         "recipe_digest": recipe.digest(),
+        "model": describe_model(recipe),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "pid": os.getpid(),
         "pid_started": process_start(os.getpid()),
         "prefect_flow_run": str(flow_run.get_id()),
         "machine": machine.describe(),
+        "backends": {key: str(value) for key, value in vars(resolve(recipe)).items()},
         "environment": compute_environment(recipe),
     }

@@ -8,6 +8,7 @@ Imports without torch, so that `fp8rl validate` and `fp8rl explain` answer at on
 """
 
 import os
+import shutil
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from fp8rl.recipe.rules import CUDA_NOT_BUILT, RecipeError
-from fp8rl.recipe.schema import Device, Linear, Recipe
+from fp8rl.recipe.schema import Device, Fp8Backend, Linear, Precision, Recipe
 
 
 @dataclass(frozen=True)
 class Backends:
     """What a run is built of. engine, policy_model, transport: "module:name"; the rest is for people.
 
-    devices: how many tokens/s/GPU divides by. threads: of engine and learner, each.
+    devices: how many tokens/s/GPU divides by. threads: of engine and learner, each. fp8_backend: what
+    computes the products of FP8 linears (numerics/backends).
     """
 
     device: Device
@@ -34,6 +36,7 @@ class Backends:
     rollout_linears: str
     kv_cache: str
     learner_linears: str
+    fp8_backend: str
 
     def load(self, part: str) -> Any:
         """The class or module that `part` ("engine", "policy_model", "transport") names."""
@@ -60,6 +63,7 @@ def resolve(recipe: Recipe) -> Backends:
             "precision.kv_cache: vLLM's FP8 KV cache on a CPU needs AVX-512, which this one does not "
             "have. Set precision.kv_cache=bf16"
         )
+    fp8_backend = _cpu_fp8_backend(precision)
     return Backends(
         device=Device.CPU,
         devices=1,
@@ -68,17 +72,36 @@ def resolve(recipe: Recipe) -> Backends:
         policy_model="fp8rl.model.megatron:PolicyModel",
         transport="fp8rl.model.published",
         rollout_linears=(
-            "block-wise W8A8 FP8 inside vLLM; products emulated in FP32"
+            f"W8A8 FP8 ({precision.scaling} scaling) inside vLLM; {_PRODUCTS[fp8_backend]}"
             if precision.rollout is Linear.FP8
             else "BF16, vLLM's own kernels"
         ),
         kv_cache="FP8 E4M3, vLLM's own kernels" if fp8_kv else "BF16, vLLM's own kernels",
         learner_linears=(
-            "block-wise FP8 forward, dgrad and wgrad; products emulated in FP32"
+            f"FP8 ({precision.scaling} scaling, {precision.learner_format}) forward, dgrad and wgrad; "
+            f"{_PRODUCTS[fp8_backend]}"
             if precision.learner is Linear.FP8
             else "BF16, torch"
         ),
+        fp8_backend=fp8_backend,
     )
+
+
+_PRODUCTS = {
+    "reference": "products emulated in FP32",
+    "amx": "exact products of FP8 values in AMX tiles, FP32 sums",
+}
+
+
+def _cpu_fp8_backend(precision: Precision) -> str:
+    """The backend of FP8 products on this CPU: the recipe's word, or the fastest where it says auto.
+
+    A backend that was asked for and cannot run is refused where the model is built.
+    """
+    if precision.backend is not Fp8Backend.AUTO:
+        return precision.backend.value
+    has_amx = {"amx_tile", "amx_bf16"} <= cpu_flags() and shutil.which("g++") is not None
+    return "amx" if has_amx else "reference"
 
 
 def cpu_flags() -> set[str]:

@@ -82,6 +82,10 @@ class Tracker:
         """Stores `content` as the artifact `name`, replacing an older one."""
         self._client.log_text(self.run_id, json.dumps(content, indent=1), name)
 
+    def log_table(self, name: str, columns: dict[str, list[str]]) -> None:
+        """Stores `columns` as the artifact `name`, which MLflow's page shows as a table."""
+        self._client.log_table(self.run_id, columns, name)
+
     def end(self, status: str) -> None:
         """Ends the run: FINISHED, FAILED or KILLED."""
         self._client.set_terminated(self.run_id, status)

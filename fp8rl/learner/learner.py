@@ -22,9 +22,9 @@ from fp8rl.mismatch import mismatch_panel
 from fp8rl.model.dims import read_dims
 from fp8rl.model.kv_scales import KvScales
 from fp8rl.model.megatron import PolicyModel, read_hf_weights
-from fp8rl.model.precision import Format, assert_effective, make_plan
+from fp8rl.model.precision import assert_effective, effective_rows, make_plan
 from fp8rl.model.published import SCALE_SUFFIX, Manifest, write_published
-from fp8rl.recipe.rules import plan_rules
+from fp8rl.recipe.rules import learner_fp8, plan_rules, rollout_fp8
 from fp8rl.recipe.schema import Linear, Recipe
 
 
@@ -56,11 +56,12 @@ class Learner:
         precision = recipe.precision
         self.plan = make_plan(plan_rules(precision, linear or precision.learner), self.dims)
         self.rollout_plan = make_plan(plan_rules(precision, precision.rollout), self.dims)
-        self.model: PolicyModel = resolve(recipe).load("policy_model")(
+        backends = resolve(recipe)
+        self.model: PolicyModel = backends.load("policy_model")(
             self.dims,
             self.plan,
-            pow2_weight=precision.pow2_weights,
-            pow2_activation=precision.pow2_activations,
+            fp8=learner_fp8(precision),
+            fp8_backend=backends.fp8_backend,
         )
         self.version: int | None = None
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -92,17 +93,7 @@ class Learner:
         """
         with torch.no_grad():
             self.model(torch.zeros(1, 2, dtype=torch.int64))
-        effective = self.model.effective_formats()
-        assert_effective(self.plan, effective, where="the learner")
-        return [
-            {
-                "parameter": name,
-                "requested": decision.format.value,
-                "effective": effective[name].value,
-                "rule": decision.rule,
-            }
-            for name, decision in self.plan.items()
-        ]
+        return effective_rows(self.plan, self.model.effective_formats(), where="the learner")
 
     def _micro_batches(self, batch: Batch, size: int) -> list[Batch]:
         count = len(batch.lengths)
@@ -211,13 +202,14 @@ class Learner:
         FP8: float8_e4m3fn codes, and FP32 descales under `<name>_scale_inv`. The rest: BF16.
         """
         masters = self.model.export()
+        scheme = rollout_fp8(self.recipe.precision).weight
         tensors: dict[str, Tensor] = {}
         for slot in self.model.table:
-            fp8 = self.rollout_plan[slot.hf[0]].format is Format.FP8_BLOCK
-            codes = self.model.quantised(slot) if fp8 else {}
+            fp8 = self.rollout_plan[slot.hf[0]].format.is_fp8
+            codes = self.model.quantised(slot, scheme) if fp8 else {}
             for name in slot.hf:
                 if fp8:
-                    tensors[name] = codes[name].codes.view(torch.float8_e4m3fn)
+                    tensors[name] = codes[name].float8()
                     tensors[name + SCALE_SUFFIX] = codes[name].scale_inv
                 else:
                     tensors[name] = masters[name].bfloat16()

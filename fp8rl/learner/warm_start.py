@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from fp8rl.data.chat import question_tokens
 from fp8rl.data.corpus import corpus
 from fp8rl.learner.batch import Batch, make_batch
 from fp8rl.learner.learner import Learner
@@ -18,7 +19,7 @@ class WarmStart:
     def __init__(self, recipe: Recipe, model_dir: Path, *, exclude: set[str]) -> None:
         from transformers import AutoTokenizer
 
-        self.options = recipe.warm_start
+        self.options, self.task = recipe.warm_start, recipe.task
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         self.learner = Learner(model_dir, recipe, linear=Linear.BF16)
         self.learner.model.reset(recipe.seed)
@@ -43,6 +44,6 @@ class WarmStart:
 
     def _batch(self, pairs: list[tuple[str, str]]) -> Batch:
         end = self.tokenizer.eos_token_id
-        prompts = [self.tokenizer(question).input_ids for question, _ in pairs]
+        prompts = [question_tokens(self.tokenizer, self.task, question) for question, _ in pairs]
         answers = [self.tokenizer(a, add_special_tokens=False).input_ids for _, a in pairs]
         return make_batch(prompts, [[*answer, end] for answer in answers])

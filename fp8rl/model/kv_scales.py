@@ -4,7 +4,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 
-from fp8rl.numerics.formats import E4M3_MAX
+from fp8rl.numerics.formats import E4M3
 
 
 class KvScalesError(ValueError):
@@ -62,4 +62,4 @@ class KvScales:
 
 def descale(amax: float, margin: float) -> float:
     """amax * margin / 448: the largest magnitude seen maps just below E4M3's largest value."""
-    return amax * margin / E4M3_MAX
+    return amax * margin / E4M3.max

@@ -12,7 +12,9 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from torch import Tensor, nn
 
 from fp8rl.model.precision import FORMAT_OF_DTYPE, Format
-from fp8rl.numerics.linear import Fp8Weight, Projections, fp8_linear
+from fp8rl.numerics.backends import Backend, Projections
+from fp8rl.numerics.formats import Fp8Recipe
+from fp8rl.numerics.linear import Fp8Weight, fp8_linear
 
 
 class PlannedLinear:
@@ -25,22 +27,18 @@ class PlannedLinear:
     requested: Format | None = None
     effective: Format | None = None
     fp8: Fp8Weight | None = None
-    pow2_activation: bool = False
 
-    def plan(
-        self, projections: Projections, fmt: Format, *, pow2_weight: bool, pow2_activation: bool
-    ) -> None:
-        """Sets the format and the projections that this layer holds."""
+    def plan(self, projections: Projections, fmt: Format, recipe: Fp8Recipe, backend: Backend) -> None:
+        """Sets the format, the projections that this layer holds, and how FP8 is computed."""
         self.requested = fmt
-        self.pow2_activation = pow2_activation
-        self.fp8 = Fp8Weight(projections, power_of_two=pow2_weight) if fmt is Format.FP8_BLOCK else None
+        self.fp8 = Fp8Weight(projections, recipe, backend) if fmt.is_fp8 else None
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.requested is None:
             raise RuntimeError("a planned linear was run before its precision was decided")
         if self.fp8 is not None:
-            self.effective = Format.FP8_BLOCK
-            return fp8_linear(x, weight, self.fp8, power_of_two_activation=self.pow2_activation)
+            self.effective = self.requested
+            return fp8_linear(x, weight, self.fp8)
         self.effective = FORMAT_OF_DTYPE[str(x.dtype)]
         return nn.functional.linear(x, weight.to(x.dtype))
 

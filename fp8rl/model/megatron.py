@@ -27,8 +27,10 @@ from fp8rl.model.dims import ModelDims
 from fp8rl.model.layers import PlannedColumnLinear, PlannedLinear, PlannedRowLinear, RmsNorm
 from fp8rl.model.names import Slot, megatron_row_order, name_table
 from fp8rl.model.precision import Decision, Format
-from fp8rl.numerics.blockwise import QuantisedWeight
-from fp8rl.numerics.linear import Fp8Weight, Projections
+from fp8rl.numerics.backends import Projections, backend
+from fp8rl.numerics.formats import Fp8Recipe, Scheme, fp8_recipe
+from fp8rl.numerics.linear import quantise_parts
+from fp8rl.numerics.quantise import Quantised
 
 
 class WeightsError(ValueError):
@@ -84,7 +86,8 @@ class PolicyModel(nn.Module):
     """A policy in Megatron-core, addressed by Hugging Face names.
 
     Parameters are FP32 masters. Activations are `compute_dtype` (BF16; FP32 for comparisons).
-    `plan` decides the format of each linear.
+    `plan` decides the format of each linear; `fp8` and `fp8_backend` say how FP8 rounds and what
+    computes its products. Raises BackendError where that backend cannot run.
     """
 
     def __init__(
@@ -93,15 +96,17 @@ class PolicyModel(nn.Module):
         plan: Mapping[str, Decision],
         *,
         compute_dtype: torch.dtype = torch.bfloat16,
-        pow2_weight: bool = False,
-        pow2_activation: bool = False,
+        fp8: Fp8Recipe = fp8_recipe(),  # noqa: B008  frozen
+        fp8_backend: str = "reference",
     ) -> None:
         super().__init__()
+        products = backend(fp8_backend)
+        if any(decision.format.is_fp8 for decision in plan.values()):
+            products.check(fp8)
         init_single_rank()
         self.dims = dims
         self.table = name_table(dims)
         self.compute_dtype = compute_dtype
-        self.pow2_weight = pow2_weight
         self.gpt = GPTModel(
             _config(dims),
             _layer_spec(),
@@ -133,12 +138,7 @@ class PolicyModel(nn.Module):
             if slot.is_linear:
                 module = self.gpt.get_submodule(slot.megatron.removesuffix(".weight"))
                 assert isinstance(module, PlannedLinear)
-                module.plan(
-                    self._projections(slot),
-                    plan[slot.hf[0]].format,
-                    pow2_weight=pow2_weight,
-                    pow2_activation=pow2_activation,
-                )
+                module.plan(self._projections(slot), plan[slot.hf[0]].format, fp8, products)
                 self.linears[slot.megatron] = (slot, module)
 
     def _projections(self, slot: Slot) -> Projections:
@@ -202,16 +202,18 @@ class PolicyModel(nn.Module):
             weights.update({n: p.clone() for n, p in zip(slot.hf, parts, strict=True)})
         return weights
 
-    def quantised(self, slot: Slot) -> dict[str, QuantisedWeight]:
+    def quantised(self, slot: Slot, scheme: Scheme) -> dict[str, Quantised]:
         """Codes and descales of a linear slot by Hugging Face name.
 
-        Where this model computes the slot in FP8 they are the very codes of its own forward.
+        Where this model computes the slot in FP8 by the same scheme they are the very codes of its
+        own forward.
         """
         master = self._parameters_by_name[slot.megatron]
         fp8 = self.linears[slot.megatron][1].fp8
-        if fp8 is None:
-            fp8 = Fp8Weight(self._projections(slot), power_of_two=self.pow2_weight)
-        return fp8.quantised(master)
+        if fp8 is not None and fp8.recipe.weight == scheme:
+            return fp8.quantised(master)
+        parts = quantise_parts(master, self._projections(slot), scheme)
+        return dict(zip(slot.hf, parts, strict=True))
 
     def reset(self, seed: int) -> None:
         """Random weights: normal with the config's standard deviation, norms at one.

@@ -20,7 +20,7 @@ from fp8rl.recipe.schema import Recipe
 # The task's own options replace those of a base, so that another task starts clean.
 _REPLACED = "task.options"
 # What the runs folder holds besides runs.
-_RESERVED = ("demo", "mlartifacts", "mlflow.db")
+_RESERVED = ("demo", "mlartifacts", "mlflow.db", "numerics")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 

@@ -3,9 +3,20 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fp8rl.model import transformer_engine
 from fp8rl.model.dims import ModelDims
 from fp8rl.model.precision import Format, PlanRules, PrecisionPlanError, make_plan
-from fp8rl.recipe.schema import CorrectionMode, Device, Linear, Precision, Recipe
+from fp8rl.numerics.formats import Fp8Recipe, ScaleRule, Scaling, fp8_recipe
+from fp8rl.recipe.schema import (
+    CorrectionMode,
+    Device,
+    ElementFormat,
+    Fp8Backend,
+    Linear,
+    Precision,
+    Recipe,
+    Scales,
+)
 
 CUDA_NOT_BUILT = (
     "cuda is not built yet. What comes: vLLM's own block-wise FP8 linears, Megatron-core with "
@@ -31,25 +42,107 @@ class RecipeError(ValueError):
 def plan_rules(precision: Precision, linear: Linear) -> PlanRules:
     """The precision plan's rules for the side whose linears are `linear`."""
     return PlanRules(
-        linear=Format.FP8_BLOCK if linear is Linear.FP8 else Format.BF16,
+        linear=Format(f"fp8_{precision.scaling}") if linear is Linear.FP8 else Format.BF16,
         first_layers_bf16=precision.first_layers_bf16,
         last_layers_bf16=precision.last_layers_bf16,
-        keep_bf16=precision.keep_bf16,
+        include=precision.include,
+        exclude=precision.exclude,
     )
+
+
+def fp8_recipe_of(precision: Precision, scales: Scales, *, hybrid: bool = False) -> Fp8Recipe:
+    """How the side with `scales` (precision.rollout_scales or .learner_scales) rounds to FP8."""
+    return fp8_recipe(
+        precision.scaling,
+        weights=ScaleRule(scales.weights.value),
+        activations=ScaleRule(scales.activations.value),
+        hybrid=hybrid,
+    )
+
+
+def learner_fp8(precision: Precision) -> Fp8Recipe:
+    """How the learner rounds to FP8."""
+    hybrid = precision.learner_format is ElementFormat.HYBRID
+    return fp8_recipe_of(precision, precision.learner_scales, hybrid=hybrid)
+
+
+def rollout_fp8(precision: Precision) -> Fp8Recipe:
+    """How the rollout engine rounds to FP8, and with it the published weights."""
+    return fp8_recipe_of(precision, precision.rollout_scales)
+
+
+def warnings(recipe: Recipe) -> list[str]:
+    """What is allowed and better known before a run is read."""
+    precision = recipe.precision
+    found = []
+    both = precision.learner is precision.rollout is Linear.FP8
+    if both and precision.scaling is not Scaling.MXFP8:
+        for kind in ("weights", "activations"):
+            learner = getattr(precision.learner_scales, kind)
+            rollout = getattr(precision.rollout_scales, kind)
+            if learner is not rollout:
+                found.append(
+                    f"precision.learner_scales.{kind}={learner}, precision.rollout_scales.{kind}="
+                    f"{rollout}: learner and rollout round differently, which adds to their mismatch"
+                )
+    if precision.rollout is Linear.FP8 and precision.scaling is Scaling.TENSOR:
+        found.append(
+            "precision.scaling=tensor: one activation scale for all tokens of a forward pass, so a "
+            "sample's log-probs depend on what it was batched with, in rollout and learner alike"
+        )
+    return found
 
 
 def check(recipe: Recipe, dims: ModelDims) -> list[Violation]:
     """All combinations in `recipe` that are refused for a model of `dims`; empty if it can run."""
     device = [Violation(("device",), CUDA_NOT_BUILT)] if recipe.device is Device.CUDA else []
-    return [*device, *_sampling(recipe), *_precision(recipe, dims), *_sizes(recipe, dims)]
+    return [
+        *device,
+        *_model(recipe),
+        *_sampling(recipe),
+        *_precision(recipe, dims),
+        *_sizes(recipe, dims),
+    ]
 
 
 def require_valid(recipe: Recipe, dims: ModelDims) -> None:
     """Raises RecipeError listing every violation of `check`."""
-    violations = check(recipe, dims)
+    _refuse(check(recipe, dims))
+
+
+def require_one_model(recipe: Recipe) -> None:
+    """Raises RecipeError where the recipe does not say which model it means, or means it otherwise.
+
+    The part of `check` to ask before the model is looked for: finding it may take a conversion.
+    """
+    _refuse(list(_model(recipe)))
+
+
+def _refuse(violations: list[Violation]) -> None:
     if violations:
         lines = "\n".join(f"  - {violation}" for violation in violations)
         raise RecipeError(f"the recipe cannot run:\n{lines}")
+
+
+def _model(recipe: Recipe) -> Iterator[Violation]:
+    model, task = recipe.model, recipe.task
+    if model.path is not None and model.gguf is not None:
+        yield Violation(("model.path", "model.gguf"), "they name two models. Leave one of them out")
+    given = "model.gguf" if model.path is None else "model.path"
+    if not model.is_tiny and recipe.warm_start.steps:
+        yield Violation(
+            (given, "warm_start.steps"),
+            "the warm start builds the tiny model; with a model of your own set warm_start.steps=0",
+        )
+    if model.is_tiny and task.chat:
+        yield Violation(
+            ("task.chat", "model.path", "model.gguf"),
+            "the tiny model's tokenizer has no chat template. Set task.chat=false, or name a model",
+        )
+    if task.system is not None and not task.chat:
+        yield Violation(
+            ("task.system", "task.chat"), "without a chat there is no system turn. Set task.chat=true"
+        )
 
 
 def _sampling(recipe: Recipe) -> Iterator[Violation]:
@@ -104,12 +197,21 @@ def _precision(recipe: Recipe, dims: ModelDims) -> Iterator[Violation]:
     try:
         make_plan(plan_rules(precision, precision.rollout), dims)
     except PrecisionPlanError as error:
-        yield Violation(("precision.keep_bf16",), str(error))
+        yield Violation(("precision.include", "precision.exclude"), str(error))
+    if precision.backend is Fp8Backend.TRANSFORMER_ENGINE and precision.learner is Linear.FP8:
+        for key, why in transformer_engine.problems(precision):
+            yield Violation((key, "precision.backend"), why)
+    on_gpu = (Fp8Backend.TORCH, Fp8Backend.TRANSFORMER_ENGINE)
+    if precision.backend in on_gpu and recipe.device is not Device.CUDA:
+        yield Violation(
+            ("precision.backend", "device"),
+            f"{precision.backend} runs on a GPU; here the choice is reference, amx or auto",
+        )
 
 
 def _sizes(recipe: Recipe, dims: ModelDims) -> Iterator[Violation]:
     tiny = recipe.model.tiny
-    if recipe.model.path is None and tiny.hidden_size % tiny.heads:
+    if recipe.model.is_tiny and tiny.hidden_size % tiny.heads:
         yield Violation(
             ("model.tiny.hidden_size", "model.tiny.heads"),
             f"{tiny.hidden_size} does not divide among {tiny.heads} heads",
@@ -128,9 +230,4 @@ def _sizes(recipe: Recipe, dims: ModelDims) -> Iterator[Violation]:
         yield Violation(
             ("rollout.max_prompt_tokens", "rollout.max_new_tokens"),
             f"together {longest} tokens; the model has {dims.max_positions} positions",
-        )
-    if recipe.model.path is not None and recipe.warm_start.steps:
-        yield Violation(
-            ("model.path", "warm_start.steps"),
-            "the warm start builds the tiny model; with a model of your own set warm_start.steps=0",
         )

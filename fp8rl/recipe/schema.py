@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fp8rl.numerics.formats import Scaling
+
 _NOT_NUMBERS = {"name", "arm", "runs_dir", "tracking", "step_timeout_s"}
 # Raise it when a change of code changes what the same warm start trains.
 WARM_START_CODE = 1
@@ -41,9 +43,32 @@ class Linear(StrEnum):
     FP8 = "fp8"
 
 
+class ElementFormat(StrEnum):
+    E4M3 = "e4m3"
+    HYBRID = "hybrid"  # E4M3 forward, E5M2 gradients
+
+
+class ScaleKind(StrEnum):
+    FP32 = "fp32"
+    POW2 = "pow2"  # rounded down to powers of two, so that descales are rounded up
+
+
+class Fp8Backend(StrEnum):
+    AUTO = "auto"
+    REFERENCE = "reference"
+    AMX = "amx"
+    TORCH = "torch"
+    TRANSFORMER_ENGINE = "transformer_engine"
+
+
 class CorrectionMode(StrEnum):
     OFF = "off"
     TOKEN = "token"  # w = exp(p - g) of each token
+
+
+class Extract(StrEnum):
+    WHOLE = "whole"
+    LAST_NUMBER = "last_number"
 
 
 class TinyModel(Section):
@@ -60,8 +85,15 @@ class TinyModel(Section):
 
 class Model(Section):
     path: str | None = None
-    """Folder of a Hugging Face Llama model. Empty: the tiny model below, warm-started."""
+    """Folder of a Hugging Face Llama model. Without path and gguf: the tiny model, warm-started."""
+    gguf: str | None = None
+    """GGUF file of a Llama model: its path, or package:<module>/<file> for one that an installed
+    package ships. Converted to a Hugging Face folder in BF16, once, under the runs folder."""
     tiny: TinyModel = TinyModel()
+
+    @property
+    def is_tiny(self) -> bool:
+        return self.path is None and self.gguf is None
 
 
 class WarmStart(Section):
@@ -83,27 +115,51 @@ class Task(Section):
     """A reasoning-gym dataset by name, or a generator of ours behind the same interface."""
     options: dict[str, Any] = {}
     """Options of the generator, as its config class names them."""
+    chat: bool = False
+    """Ask each question as a user's turn in the tokenizer's chat template. False: as it stands."""
+    system: str | None = None
+    """System turn before it. Empty: what the template puts there by itself."""
+    extract: Extract = Extract.WHOLE
+    """What of a completion is scored. last_number: "The answer is -1,234.5." counts as -1234.5, and a
+    completion without a number as unparsable."""
     train_prompts: PositiveInt = 4096
     val_prompts: PositiveInt = 128
 
 
+class Scales(Section):
+    """Scales of one side. MXFP8 has UE8M0 scales whatever stands here."""
+
+    weights: ScaleKind = ScaleKind.FP32
+    activations: ScaleKind = ScaleKind.FP32
+    """Activations; in the learner output gradients too."""
+
+
 class Precision(Section):
     rollout: Linear = Linear.BF16
-    """Linears of the rollout engine. fp8: W8A8, 128x128 blocks."""
+    """Linears of the rollout engine. fp8: W8A8."""
     learner: Linear = Linear.BF16
     """Linears of the learner. fp8: forward, dgrad and wgrad."""
     kv_cache: Linear = Linear.BF16
     """KV cache of the rollout engine. fp8: E4M3, one descale per layer, recalibrated each step."""
     kv_margin: Annotated[float, Field(ge=1, le=2)] = 1.05
     """KV descale = amax * margin / 448."""
+    scaling: Scaling = Scaling.BLOCK
+    """Which elements of an FP8 linear share a scale, on both sides. block: 128x128 weights, 1x128
+    activations. tensor, channel (one a row), mxfp8 (1x32, UE8M0)."""
+    learner_format: ElementFormat = ElementFormat.E4M3
+    rollout_scales: Scales = Scales()
+    learner_scales: Scales = Scales()
+    backend: Fp8Backend = Fp8Backend.AUTO
+    """What computes the products of FP8 linears. reference: FP32 products of dequantised operands.
+    amx: the same products exactly, on the CPU's matrix unit. auto: amx where the CPU has it and a C++
+    compiler is there, else reference; what was taken is reported."""
     first_layers_bf16: NonNegativeInt = 0
     last_layers_bf16: NonNegativeInt = 0
-    keep_bf16: tuple[str, ...] = ()
-    """Further parameters kept in BF16: Hugging Face names, `*` and `?` allowed."""
-    pow2_weights: bool = False
-    """Weight scales rounded down to powers of two, on both sides."""
-    pow2_activations: bool = False
-    """Activation and gradient scales rounded down to powers of two, on both sides."""
+    include: tuple[str, ...] = ()
+    """Linears in FP8: names, patterns with `*` and `?`, or `re:` and a regular expression, each for a
+    whole name. Empty: all."""
+    exclude: tuple[str, ...] = ()
+    """Parameters kept in BF16, named as in include; exclude wins."""
 
 
 class Rollout(Section):

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from fp8rl.data.seeds import seed_of
+from fp8rl.device import resolve
 from fp8rl.model.dims import read_dims
 from fp8rl.model.kv_scales import KvScales, LayerScales
 from fp8rl.model.names import name_table
-from fp8rl.model.precision import Decision, assert_effective, make_plan
+from fp8rl.model.precision import Decision, effective_rows, make_plan
 from fp8rl.model.published import read_published
 from fp8rl.recipe.rules import plan_rules
 from fp8rl.recipe.schema import Linear, Recipe
@@ -105,7 +106,7 @@ class Engine:
     def _start(self, model_dir: Path, max_len: int) -> Any:
         from vllm import LLM
 
-        from fp8rl.rollout.vllm_plugin import METHOD
+        from fp8rl.rollout.vllm_plugin import METHOD, quantization_config
 
         recipe = self.recipe
         return LLM(
@@ -115,13 +116,11 @@ class Engine:
             load_format="dummy",
             quantization=METHOD,
             hf_overrides={
-                "quantization_config": {
-                    "quant_method": METHOD,
-                    "formats": {
-                        slot.vllm: self.plan[slot.hf[0]].format.value for slot in name_table(self.dims)
-                    },
-                    "pow2_activations": recipe.precision.pow2_activations,
-                }
+                "quantization_config": quantization_config(
+                    {slot.vllm: self.plan[slot.hf[0]].format for slot in name_table(self.dims)},
+                    recipe.precision,
+                    resolve(recipe).fp8_backend,
+                )
             },
             kv_cache_dtype="fp8" if self.fp8_kv else "auto",
             kv_cache_memory_bytes=recipe.rollout.kv_cache_mib * 2**20,
@@ -230,14 +229,11 @@ class Engine:
 
         Raises PrecisionPlanError or EngineStateError where they differ.
         """
-        assert_effective(self.plan, self.weights.effective_formats(), where="the rollout engine")
+        rows = effective_rows(self.plan, self.weights.effective_formats(), where="the rollout engine")
         kv = self.weights.kv_cache_types()
         if kv["dtype"].startswith("fp8") != self.fp8_kv:
             raise EngineStateError(f"KV cache requested fp8={self.fp8_kv}, effective {kv}")
-        return {
-            "kv_cache": kv,
-            "parameters": {name: d.format.value for name, d in self.plan.items()},
-        }
+        return {"kv_cache": kv, "parameters": rows}
 
 
 def _completion(output: Any, sampled: bool) -> Completion:

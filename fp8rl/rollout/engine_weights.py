@@ -15,9 +15,9 @@ from fp8rl.model.kv_scales import KvScales, KvScalesError, LayerScales
 from fp8rl.model.names import Slot, attention_layer_name, name_table
 from fp8rl.model.precision import Format
 from fp8rl.model.published import SCALE_SUFFIX, PublishedWeightsError
-from fp8rl.rollout.vllm_plugin import BlockFp8Linear, ReplaceableBf16Linear, block_rows
+from fp8rl.rollout.vllm_plugin import Fp8Linear, ReplaceableBf16Linear
 
-_REPACKED = (BlockFp8Linear, ReplaceableBf16Linear, UnquantizedEmbeddingMethod)
+_REPACKED = (Fp8Linear, ReplaceableBf16Linear, UnquantizedEmbeddingMethod)
 
 
 class EngineWeights:
@@ -53,8 +53,10 @@ class EngineWeights:
                 row += rows
                 if self._is_fp8(slot):
                     scales = self._parameters[self._scale_name(slot)].data
-                    views[name + SCALE_SUFFIX] = scales[block : block + block_rows(rows)]
-                    block += block_rows(rows)
+                    module: Any = self.model.get_submodule(slot.vllm.removesuffix(".weight"))
+                    high = module.quant_method.scale_rows(rows, slot.columns)
+                    views[name + SCALE_SUFFIX] = scales[block : block + high]
+                    block += high
         return views
 
     @torch.no_grad()

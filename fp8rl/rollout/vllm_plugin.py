@@ -1,15 +1,15 @@
-"""fp8rl's quantisation method for vLLM: block-wise W8A8 linears by our own numerics.
+"""fp8rl's quantisation method for vLLM: W8A8 linears by our own numerics.
 
 vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`). The method
 is asked for by the model config that the engine passes:
 
     quantization_config = {"quant_method": "fp8rl", "formats": {vLLM parameter name: format},
-                           "pow2_activations": bool}
+                           "scaling": ..., "weights": ..., "activations": ..., "backend": ...}
 
-FP8 linears hold E4M3 codes and FP32 descales, one 128x128 grid over each Hugging Face projection,
-and compute the FP32 product of the dequantised operands. BF16 linears are vLLM's own, except that
-their weight is kept after packing so that it can be replaced. Attention gets vLLM's own KV cache
-method, which gives it the q, k and v scales.
+(`quantization_config` writes it.) FP8 linears hold E4M3 codes and FP32 descales, one grid of tiles
+over each Hugging Face projection, and compute with the backend that is named. BF16 linears are
+vLLM's own, except that their weight is kept after packing so that it can be replaced. Attention gets
+vLLM's own KV cache method, which gives it the q, k and v scales.
 """
 
 from typing import Any
@@ -31,9 +31,10 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from fp8rl.model.precision import FORMAT_OF_DTYPE, Format
-from fp8rl.numerics.blockwise import dequantise_weight, round_trip_groups
-from fp8rl.numerics.formats import BLOCK
-from fp8rl.numerics.padding import padded_size
+from fp8rl.numerics.backends import Backend, FusedWeight, Projections, backend
+from fp8rl.numerics.formats import Fp8Recipe, ScaleRule, Scaling, fp8_recipe
+from fp8rl.numerics.quantise import NonFiniteError, Quantised
+from fp8rl.recipe.schema import Precision
 
 METHOD = "fp8rl"
 
@@ -43,18 +44,28 @@ def register() -> None:
     register_quantization_config(METHOD)(Fp8rlConfig)
 
 
-def block_rows(rows: int) -> int:
-    """Rows of descales of a projection with `rows` output rows."""
-    return padded_size(rows, BLOCK) // BLOCK
+def quantization_config(
+    formats: dict[str, Format], precision: Precision, fp8_backend: str
+) -> dict[str, Any]:
+    """What the model config says to this method: plain values, as JSON has them."""
+    return {
+        "quant_method": METHOD,
+        "formats": {name: fmt.value for name, fmt in formats.items()},
+        "scaling": precision.scaling.value,
+        "weights": precision.rollout_scales.weights.value,
+        "activations": precision.rollout_scales.activations.value,
+        "backend": fp8_backend,
+    }
 
 
 class Fp8rlConfig(QuantizationConfig):
     """The formats of a model's parameters, as the precision plan decided them."""
 
-    def __init__(self, formats: dict[str, Format], pow2_activations: bool) -> None:
+    def __init__(self, formats: dict[str, Format], recipe: Fp8Recipe, products: Backend) -> None:
         super().__init__()
         self.formats = formats
-        self.pow2_activations = pow2_activations
+        self.recipe = recipe
+        self.products = products
 
     def get_name(self) -> str:
         return METHOD
@@ -73,7 +84,15 @@ class Fp8rlConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Fp8rlConfig":
         formats = {name: Format(value) for name, value in config["formats"].items()}
-        return cls(formats, config["pow2_activations"])
+        recipe = fp8_recipe(
+            Scaling(config["scaling"]),
+            weights=ScaleRule(config["weights"]),
+            activations=ScaleRule(config["activations"]),
+        )
+        products = backend(config["backend"])
+        if any(fmt.is_fp8 for fmt in formats.values()):
+            products.check(recipe)
+        return cls(formats, recipe, products)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of the module `prefix`; None leaves it to vLLM (embeddings, output)."""
@@ -84,8 +103,8 @@ class Fp8rlConfig(QuantizationConfig):
         fmt = self.formats.get(f"{prefix}.weight")
         if fmt is None:
             raise ValueError(f"vLLM module {prefix}: the precision plan does not know it")
-        if fmt is Format.FP8_BLOCK:
-            return BlockFp8Linear(self.pow2_activations)
+        if fmt.is_fp8:
+            return Fp8Linear(prefix, self.recipe, self.products, fmt)
         return ReplaceableBf16Linear()
 
 
@@ -103,15 +122,22 @@ class ReplaceableBf16Linear(UnquantizedLinearMethod):
         return super().apply(layer, x, bias)
 
 
-class BlockFp8Linear(LinearMethodBase):
-    """Block-wise W8A8: weight codes and descales as sent, activations quantised at each call.
+class Fp8Linear(LinearMethodBase):
+    """W8A8: weight codes and descales as sent, activations quantised at each call.
 
-    layer.weight: float8_e4m3fn [N, K]. layer.weight_scale_inv: FP32 [blocks, ceil(K/128)], the
-    descales of each projection one after the other (a projection's last block may be ragged).
+    layer.weight: float8_e4m3fn [N, K]. layer.weight_scale_inv: FP32, the descales of each projection
+    one after the other (with blocks, a projection's last one may be ragged).
     """
 
-    def __init__(self, pow2_activations: bool) -> None:
-        self.pow2_activations = pow2_activations
+    def __init__(self, name: str, recipe: Fp8Recipe, products: Backend, fmt: Format) -> None:
+        self.name = name
+        self.recipe = recipe
+        self.products = products
+        self.format = fmt
+
+    def scale_rows(self, rows: int, columns: int) -> int:
+        """Rows of descales of a projection [rows, columns]."""
+        return self.recipe.weight.scale_shape(rows, columns)[0]
 
     def create_weights(
         self,
@@ -124,29 +150,32 @@ class BlockFp8Linear(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         n, k = sum(output_partition_sizes), input_size_per_partition
-        blocks = sum(block_rows(rows) for rows in output_partition_sizes)
+        shapes = [self.recipe.weight.scale_shape(rows, k) for rows in output_partition_sizes]
         codes = torch.zeros(n, k, dtype=torch.float8_e4m3fn)
         # vLLM builds models with BF16 as the default dtype.
-        scales = torch.ones(blocks, block_rows(k), dtype=torch.float32)
+        scales = torch.ones(sum(s[0] for s in shapes), shapes[0][1], dtype=torch.float32)
         layer.register_parameter("weight", torch.nn.Parameter(codes, requires_grad=False))
         layer.register_parameter("weight_scale_inv", torch.nn.Parameter(scales, requires_grad=False))
         layer.fp8rl_rows = tuple(output_partition_sizes)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Dequantises the codes for the FP32 products; called again after each change."""
-        parts = []
-        row = block = 0
-        for rows in layer.fp8rl_rows:
-            blocks = block_rows(rows)
-            codes = layer.weight.data[row : row + rows]
-            scales = layer.weight_scale_inv.data[block : block + blocks]
-            parts.append(dequantise_weight(codes, scales))
-            row, block = row + rows, block + blocks
-        layer.fp8rl_dequantised = torch.cat(parts)
+        """Prepares the products from the codes; called again after each change."""
+        k = layer.weight.shape[1]
+        down = [self.scale_rows(rows, k) for rows in layer.fp8rl_rows]
+        codes = layer.weight.data.view(torch.uint8).split(layer.fp8rl_rows)
+        scales = layer.weight_scale_inv.data.split(down)
+        parts = [Quantised(c, s, self.recipe.weight) for c, s in zip(codes, scales, strict=True)]
+        names = tuple(str(n) for n in range(len(parts)))
+        projections = Projections(names, layer.fp8rl_rows)
+        layer.fp8rl_prepared = self.products.prepare(FusedWeight(projections, parts, None))
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., K] BF16 -> [..., N] BF16."""
-        layer.fp8rl_effective = Format.FP8_BLOCK
-        rounded = round_trip_groups(x, power_of_two=self.pow2_activations)
-        out = (rounded @ layer.fp8rl_dequantised.t()).to(x.dtype)
+        """x [..., K] -> [..., N] in x's dtype."""
+        layer.fp8rl_effective = self.format
+        rows = x.reshape(-1, x.shape[-1])
+        try:
+            out = self.products.forward(rows, layer.fp8rl_prepared, self.recipe.input)
+        except NonFiniteError as error:
+            raise error.of(self.name) from None
+        out = out.view(*x.shape[:-1], -1)
         return out if bias is None else out + bias

@@ -138,13 +138,16 @@ def test_prefect_has_the_run_its_iterations_and_their_steps(run):
 
 def test_effective_precision_is_the_requested_one_on_both_sides(run):
     path = mlflow_client(run).download_artifacts(run.summary["mlflow_run"], "precision.json")
-    report = json.loads(Path(path).read_text())
+    table = json.loads(Path(path).read_text())
+    columns = dict(zip(table["columns"], zip(*table["data"], strict=True), strict=True))
     fp8 = run.recipe.arm == "fp8-e2e-kv"
     want = 7 * run.recipe.model.tiny.layers if fp8 else 0
-    assert all(row["requested"] == row["effective"] for row in report["learner"])
-    assert sum(row["effective"] == "fp8_block" for row in report["learner"]) == want
-    assert sum(f == "fp8_block" for f in report["engine"]["parameters"].values()) == want
-    assert report["engine"]["kv_cache"]["storage"] == ("uint8" if fp8 else "bfloat16")
+    for side in ("rollout", "learner"):
+        assert columns[f"{side}_requested"] == columns[f"{side}_effective"]
+        assert columns[f"{side}_effective"].count("fp8_block") == want
+    path = mlflow_client(run).download_artifacts(run.summary["mlflow_run"], "kv_cache.json")
+    kv_cache = json.loads(Path(path).read_text())
+    assert kv_cache["storage"] == ("uint8" if fp8 else "bfloat16")
 
 
 def test_kv_scales_are_recalibrated_each_iteration_and_those_sent_are_used(run):
@@ -162,8 +165,9 @@ def test_kv_scales_are_recalibrated_each_iteration_and_those_sent_are_used(run):
 
 def test_mismatch_is_small_and_recomputed_alike_by_transformers(run):
     """transformers' own model in FP32 on the published weights, on the tokens of the last rollout."""
-    from fp8rl.model.tiny import model_dims
-    from fp8rl.numerics.blockwise import dequantise_weight
+    from fp8rl.model.source import model_dims
+    from fp8rl.numerics.formats import Scaling, weight_scheme
+    from fp8rl.numerics.quantise import Quantised
     from tests.models import hf_model
 
     limit = 1.01 if run.recipe.arm == "bf16" else 1.1
@@ -180,8 +184,12 @@ def test_mismatch_is_small_and_recomputed_alike_by_transformers(run):
         if name.endswith("_scale_inv"):
             continue
         scale = tensors.get(name + "_scale_inv")
-        weights[name] = tensor.float() if scale is None else dequantise_weight(tensor, scale)
-    assert model_dims(run.recipe.model).vocab == len(weights["model.embed_tokens.weight"])
+        if scale is None:
+            weights[name] = tensor.float()
+        else:
+            codes = tensor.view(torch.uint8)
+            weights[name] = Quantised(codes, scale, weight_scheme(Scaling.BLOCK)).dequantise()
+    assert model_dims(run.recipe).vocab == len(weights["model.embed_tokens.weight"])
     reference = hf_model(run.recipe.model.tiny, weights)
     rollouts = from_parquet(run.journal.read_file(run.recipe.iterations, "rollout", "rollouts.parquet"))
     batch = make_batch(rollouts["prompt_tokens"], rollouts["tokens"], rollouts["logprobs"])

@@ -1,4 +1,4 @@
-"""Names, dimensions and the precision plan."""
+"""Names and dimensions."""
 
 from dataclasses import replace
 
@@ -7,16 +7,8 @@ import torch
 
 from fp8rl.model.dims import UnsupportedModelError, dims_from_hf, read_dims
 from fp8rl.model.names import megatron_row_order, name_table
-from fp8rl.model.precision import (
-    Format,
-    PlanRules,
-    PrecisionPlanError,
-    assert_effective,
-    decide,
-    make_plan,
-)
 from fp8rl.model.tiny import hf_config
-from fp8rl.numerics.linear import Projections
+from fp8rl.numerics.backends import Projections
 from fp8rl.recipe.schema import TinyModel
 
 CONFIG = hf_config(TinyModel())
@@ -81,58 +73,3 @@ def test_dims_read_old_and_new_rope_fields(tmp_path):
         read_dims(tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"missing hidden_size, .*num_attention_heads"):
         dims_from_hf({"model_type": "llama"})
-
-
-def test_plan_decides_every_parameter():
-    plan = make_plan(PlanRules(Format.FP8_BLOCK), DIMS)
-    fp8 = {name for name, d in plan.items() if d.format is Format.FP8_BLOCK}
-    assert len(fp8) == 7 * DIMS.layers
-    assert all(name.endswith("_proj.weight") for name in fp8)
-    for name in (
-        "model.embed_tokens.weight",
-        "model.norm.weight",
-        "model.layers.0.input_layernorm.weight",
-    ):
-        assert plan[name].format is Format.BF16
-
-
-def test_first_and_last_layers_and_kept_names():
-    rules = PlanRules(
-        Format.FP8_BLOCK, first_layers_bf16=1, last_layers_bf16=1, keep_bf16=("*.2.mlp.down_proj",)
-    )
-    plan = make_plan(rules, DIMS)
-    bf16 = {n for n, d in plan.items() if d.format is Format.BF16 and "_proj" in n}
-    assert {n.split(".")[2] for n in bf16} == {"0", "3", "2"}
-    assert [n for n in bf16 if ".2." in n] == ["model.layers.2.mlp.down_proj.weight"]
-    assert plan["model.layers.0.self_attn.q_proj.weight"].rule == "first_layers_bf16=1"
-
-
-def test_uncovered_parameter_is_an_error():
-    for name in (
-        "model.layers.0.mlp.router.weight",
-        "model.extra.weight",
-        "model.layers.0.q_proj.bias",
-    ):
-        with pytest.raises(PrecisionPlanError, match="no precision rule"):
-            decide(name, PlanRules(Format.FP8_BLOCK), layers=4)
-
-
-def test_pattern_is_anchored():
-    """`mlp.gate` must not keep `mlp.gate_proj` in BF16, nor `layers.1` the layers 10 to 19."""
-    with pytest.raises(PrecisionPlanError, match="matches no parameter"):
-        make_plan(PlanRules(Format.FP8_BLOCK, keep_bf16=("*.mlp.gate",)), DIMS)
-    deep = replace(DIMS, layers=12)
-    plan = make_plan(PlanRules(Format.FP8_BLOCK, keep_bf16=("model.layers.1.*",)), deep)
-    assert plan["model.layers.11.mlp.up_proj.weight"].format is Format.FP8_BLOCK
-
-
-def test_effective_precision_that_is_not_the_plan_is_refused():
-    plan = make_plan(PlanRules(Format.FP8_BLOCK), DIMS)
-    effective = {name: d.format for name, d in plan.items()}
-    assert_effective(plan, effective, where="test")
-    name = "model.layers.1.mlp.up_proj.weight"
-    with pytest.raises(PrecisionPlanError, match=rf"{name}: requested fp8_block, effective bf16"):
-        assert_effective(plan, effective | {name: Format.BF16}, where="the learner")
-    del effective[name]
-    with pytest.raises(PrecisionPlanError, match="effective missing"):
-        assert_effective(plan, effective, where="the learner")

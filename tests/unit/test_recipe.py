@@ -6,9 +6,19 @@ import pytest
 from pydantic import ValidationError
 
 from fp8rl.device import resolve
-from fp8rl.model.tiny import model_dims
+from fp8rl.model.source import model_dims
+from fp8rl.model.tiny import tiny_dims
+from fp8rl.numerics.formats import ScaleRule
+from fp8rl.preflight import require_runnable
 from fp8rl.recipe.load import dotted_keys, flatten, load_recipe, to_yaml
-from fp8rl.recipe.rules import RecipeError, check, require_valid
+from fp8rl.recipe.rules import (
+    RecipeError,
+    check,
+    learner_fp8,
+    require_valid,
+    rollout_fp8,
+    warnings,
+)
 from fp8rl.recipe.schema import CorrectionMode, Device, Linear, Recipe
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -30,14 +40,17 @@ def write(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda p: p.stem)
-def test_every_shipped_recipe_is_valid(path):
-    recipe = load_recipe(path).recipe
-    assert check(recipe, model_dims(recipe.model)) == []
+@pytest.mark.parametrize(
+    "path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda p: f"{p.parent.name}-{p.stem}"
+)
+def test_every_shipped_recipe_is_valid(path, runs_dir):
+    require_runnable(load_recipe(path, [f"runs_dir={runs_dir}"]).recipe)
 
 
-def test_arms_differ_from_bf16_in_precision_and_nothing_else():
-    values = {arm: load_recipe(TINY / f"{arm}.yaml").recipe.model_dump() for arm in ARMS}
+@pytest.mark.parametrize("folder", ["tiny", "smollm2"])
+def test_arms_differ_from_bf16_in_precision_and_nothing_else(folder):
+    paths = {arm: CONFIGS / folder / f"{arm}.yaml" for arm in ARMS}
+    values = {arm: load_recipe(path).recipe.model_dump() for arm, path in paths.items()}
     for arm, precision in ARMS.items():
         got = values[arm].pop("precision")
         assert tuple(got[k] for k in ("rollout", "learner", "kv_cache")) == precision
@@ -147,7 +160,7 @@ def test_yaml_words_and_numbers(tmp_path):
 
 def test_resolved_recipe_reads_back_and_keeps_its_digest(tmp_path):
     recipe = load_recipe(
-        TINY / "fp8-e2e-kv.yaml", ["name=x", "precision.keep_bf16=['*.down_proj']"]
+        TINY / "fp8-e2e-kv.yaml", ["name=x", "precision.exclude=['*.down_proj']"]
     ).recipe
     again = load_recipe(write(tmp_path, "r.yaml", to_yaml(recipe))).recipe
     assert again == recipe
@@ -176,7 +189,7 @@ def test_recipe_is_frozen_and_flattens_to_every_key():
 
 def violated(*overrides: str) -> dict[tuple[str, ...], str]:
     recipe = load_recipe(TINY / "bf16.yaml", list(overrides)).recipe
-    return {v.keys: v.message for v in check(recipe, model_dims(recipe.model))}
+    return {v.keys: v.message for v in check(recipe, tiny_dims(recipe.model.tiny))}
 
 
 @pytest.mark.parametrize(
@@ -195,13 +208,20 @@ def violated(*overrides: str) -> dict[tuple[str, ...], str]:
             "precision.last_layers_bf16",
         ),
         (["model.tiny.heads=16", "model.tiny.kv_heads=8"], "model"),
-        (["precision.keep_bf16=[nothing]"], "precision.keep_bf16"),
-        (["precision.rollout=fp8", "precision.keep_bf16=['*.q_proj']"], "precision.keep_bf16"),
+        (["precision.exclude=[nothing]"], "precision.exclude"),
+        (["precision.rollout=fp8", "precision.exclude=['*.q_proj']"], "precision.exclude"),
         (["model.tiny.kv_heads=3"], "model"),
         (["rollout.max_prompt_tokens=250"], "rollout.max_prompt_tokens"),
         (["model.tiny.heads=3", "model.tiny.kv_heads=3"], "model.tiny.heads"),
         (["rollout.top_k=0"], "rollout.top_k"),
         (["device=cuda"], "device"),
+        (["model.path=/a", "model.gguf=/b"], "model.gguf"),
+        (["model.path=/a"], "warm_start.steps"),
+        (["model.gguf=/b"], "warm_start.steps"),
+        (["task.chat=true"], "task.chat"),
+        (["task.system=Be brief."], "task.system"),
+        (["precision.backend=torch"], "precision.backend"),
+        (["precision.backend=transformer_engine"], "precision.backend"),
     ],
 )
 def test_each_bad_combination_is_refused_by_its_keys(overrides, key):
@@ -213,11 +233,17 @@ def test_each_bad_combination_is_refused_by_its_keys(overrides, key):
     [
         ["precision.rollout=fp8", "correction.mode=off", "correction.allow_off_with_fp8=true"],
         ["rollout.top_p=0.9", "correction.mode=off"],
-        ["precision.rollout=fp8", "precision.keep_bf16=['*.down_proj', '*.2.*']"],
+        ["precision.rollout=fp8", "precision.exclude=['*.down_proj', '*.2.*']"],
     ],
 )
 def test_the_neighbouring_good_combinations_pass(overrides):
     assert violated(*overrides) == {}
+
+
+def test_two_models_are_refused_before_either_is_looked_for():
+    overrides = ["model.path=/nowhere", "model.gguf=/nowhere.gguf", "warm_start.steps=0"]
+    with pytest.raises(RecipeError, match=r"model\.path, model\.gguf: they name two models"):
+        require_runnable(load_recipe(TINY / "bf16.yaml", overrides).recipe)
 
 
 def test_every_violation_is_reported_at_once():
@@ -225,7 +251,7 @@ def test_every_violation_is_reported_at_once():
         TINY / "bf16.yaml", ["rollout.samples=1", "rollout.top_p=0.5", "device=cuda"]
     ).recipe
     with pytest.raises(RecipeError) as error:
-        require_valid(recipe, model_dims(recipe.model))
+        require_valid(recipe, model_dims(recipe))
     for key in ("rollout.samples", "rollout.top_p", "device"):
         assert key in str(error.value)
 
@@ -234,8 +260,11 @@ def test_resolver_says_what_runs_each_part():
     recipe = load_recipe(TINY / "fp8-e2e-kv.yaml").recipe
     backends = resolve(recipe)
     assert backends.device is Device.CPU
-    assert "emulated" in backends.rollout_linears
-    assert "emulated" in backends.learner_linears
+    for linears in (backends.rollout_linears, backends.learner_linears):
+        assert "FP8 (block scaling" in linears
+    assert backends.fp8_backend in ("amx", "reference")
+    asked = load_recipe(TINY / "fp8-e2e-kv.yaml", ["precision.backend=reference"]).recipe
+    assert "emulated in FP32" in resolve(asked).learner_linears
     assert "BF16" in resolve(load_recipe(TINY / "bf16.yaml").recipe).rollout_linears
     with pytest.raises(RecipeError, match="not built yet"):
         resolve(recipe.model_copy(update={"device": Device.CUDA}))
@@ -243,5 +272,26 @@ def test_resolver_says_what_runs_each_part():
 
 def test_default_recipe_is_valid_and_bf16():
     recipe = Recipe()
-    assert check(recipe, model_dims(recipe.model)) == []
+    assert check(recipe, model_dims(recipe)) == []
     assert recipe.precision.rollout is Linear.BF16
+
+
+def test_sides_with_different_scales_are_warned_of():
+    fp8 = ["precision.rollout=fp8", "precision.learner=fp8"]
+    assert warnings(load_recipe(TINY / "bf16.yaml", fp8).recipe) == []
+    recipe = load_recipe(TINY / "bf16.yaml", [*fp8, "precision.learner_scales.weights=pow2"]).recipe
+    (warning,) = warnings(recipe)
+    assert "precision.learner_scales.weights=pow2, precision.rollout_scales.weights=fp32" in warning
+    assert learner_fp8(recipe.precision).weight.rule is ScaleRule.POW2
+    assert rollout_fp8(recipe.precision).weight.rule is ScaleRule.FP32
+    one_side = ["precision.rollout=fp8", "precision.rollout_scales.weights=pow2"]
+    assert warnings(load_recipe(TINY / "bf16.yaml", one_side).recipe) == []
+
+
+def test_hybrid_and_scaling_reach_the_numerics():
+    overrides = ["precision.learner_format=hybrid", "precision.scaling=tensor"]
+    precision = load_recipe(TINY / "fp8-e2e.yaml", overrides).recipe.precision
+    fp8 = learner_fp8(precision)
+    assert (fp8.input.element.name, fp8.gradient.element.name) == ("e4m3", "e5m2")
+    assert fp8.weight.tile == (None, None)
+    assert rollout_fp8(precision).gradient.element.name == "e4m3"
