@@ -1,6 +1,7 @@
-"""Times one arm's parts in a process of its own, warmed up: `python -m benchmarks.measure RECIPE`.
+"""Measures one arm in a process of its own: `python -m benchmarks.measure RECIPE [--mismatch]`.
 
-Prints JSON: rollout_tokens_per_sec, learner_step_s, requantize_s, load_s, calibrate_kv_s (medians).
+Prints JSON: rollout_tokens_per_sec, and learner_step_s, requantize_s, publish_s, load_s and
+calibrate_kv_s (medians, warmed up); mismatch, the panel of one iteration. --mismatch: that alone.
 On a CPU the FP8 linears are emulated: their times say what the emulation costs here, and nothing
 about FP8 speed on a GPU.
 """
@@ -17,12 +18,14 @@ from typing import Any
 import torch
 
 from fp8rl.data.prepare import iteration_prompts, prepare_data
-from fp8rl.learner.batch import make_batch
+from fp8rl.learner.batch import Batch, make_batch
 from fp8rl.learner.learner import Learner
+from fp8rl.mismatch import mismatch_panel
+from fp8rl.model.source import model_folder
 from fp8rl.model.tiny import write_tiny_model
 from fp8rl.recipe.load import load_recipe
 from fp8rl.recipe.schema import Recipe
-from fp8rl.rollout.engine import Engine, requests_for
+from fp8rl.rollout.engine import Completion, Engine, requests_for
 
 REPEATS = 5
 
@@ -38,10 +41,11 @@ def median_seconds(work: Callable[[int], Any], repeats: int = REPEATS) -> tuple[
     return statistics.median(times), result
 
 
-def model_folder(recipe: Recipe, folder: Path) -> Path:
-    """The recipe's model, or the tiny one with random weights."""
-    if recipe.model.path is not None:
-        return Path(recipe.model.path)
+def model_with_weights(recipe: Recipe, folder: Path) -> Path:
+    """The folder of the recipe's model, or `folder` with the tiny one and random weights."""
+    given = model_folder(recipe)
+    if given is not None:
+        return given
     write_tiny_model(recipe.model.tiny, folder)
     learner = Learner(folder, recipe)
     learner.model.reset(recipe.seed)
@@ -49,46 +53,102 @@ def model_folder(recipe: Recipe, folder: Path) -> Path:
     return folder
 
 
-def measure(recipe: Recipe, folder: Path) -> dict[str, float]:
-    """All timings of the arm."""
-    model_dir = model_folder(recipe, folder / "model")
-    prepare_data(recipe, model_dir, folder / "data")
-    rollout = recipe.rollout
-    prompts = iteration_prompts(folder / "data", recipe, 1)
+def touch(learner: Learner) -> None:
+    """Makes every weight count as changed, so that nothing quantised before is used again."""
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.add_(0)
 
-    learner = Learner(model_dir, recipe)
-    learner.load(model_dir, 0)
-    requantize_s, _ = median_seconds(lambda n: learner.publish(folder / f"w{n}", version=0))
-    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-    engine = Engine(model_dir, recipe, max_len=longest)
-    load_s, _ = median_seconds(lambda n: engine.load_weights(folder / "w1", 0))
-    results = {"requantize_s": requantize_s, "load_s": load_s}
-    if engine.fp8_kv:
-        answers = make_batch(prompts["prompt_tokens"], prompts["answer_tokens"])
-        scales = learner.calibrate_kv(answers, version=0, source="benchmark")
-        engine.apply_kv_scales(scales)
-    requests = requests_for(
-        prompts["prompt_tokens"], prompts["id"], rollout.samples, run_seed=recipe.seed, iteration=1
-    )
-    seconds, completions = median_seconds(lambda n: engine.generate(requests, version=0), 3)
-    results["rollout_tokens_per_sec"] = sum(len(c.tokens) for c in completions) / seconds
-    batch = make_batch(
-        [r.prompt for r in requests],
-        [c.tokens for c in completions],
-        [c.logprobs for c in completions],
-    )
-    if engine.fp8_kv:
+
+class Bench:
+    """A learner and an engine on the same weights, with one iteration's requests."""
+
+    def __init__(self, recipe: Recipe, folder: Path) -> None:
+        self.recipe, self.folder = recipe, folder
+        model_dir = model_with_weights(recipe, folder / "model")
+        prepare_data(recipe, model_dir, folder / "data")
+        rollout = recipe.rollout
+        prompts = iteration_prompts(folder / "data", recipe, 1)
+        self.learner = Learner(model_dir, recipe)
+        self.learner.load(model_dir, 0)
+        self.learner.publish(folder / "w0", version=0)
+        longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+        self.engine = Engine(model_dir, recipe, max_len=longest)
+        self.engine.load_weights(folder / "w0", 0)
+        if self.engine.fp8_kv:
+            answers = make_batch(prompts["prompt_tokens"], prompts["answer_tokens"])
+            self.scales = self.learner.calibrate_kv(answers, version=0, source="benchmark")
+            self.engine.apply_kv_scales(self.scales)
+        self.requests = requests_for(
+            prompts["prompt_tokens"], prompts["id"], rollout.samples, run_seed=recipe.seed, iteration=1
+        )
+
+    def batch(self, completions: list[Completion]) -> Batch:
+        return make_batch(
+            [r.prompt for r in self.requests],
+            [c.tokens for c in completions],
+            [c.logprobs for c in completions],
+        )
+
+    def mismatch(self, batch: Batch) -> dict[str, float]:
+        """The panel of one iteration, before any update."""
+        p = self.learner.logprobs(batch, version=0)
+        panel = mismatch_panel(batch.g, p, batch.mask, truncate=self.recipe.correction.truncate)
+        return panel | {"tokens": float(batch.mask.sum())}
+
+    def timings(self) -> tuple[dict[str, float], Batch]:
+        """All timings, each warmed up, and the batch that they were taken on."""
+        learner, engine, results = self.learner, self.engine, {}
+
+        def requantise(n: int) -> None:
+            touch(learner)
+            started = time.perf_counter()
+            learner.published_tensors()
+            seconds.append(time.perf_counter() - started)
+
+        seconds: list[float] = []
+        median_seconds(requantise)
+        results["requantize_s"] = statistics.median(seconds[1:])
+        results["publish_s"], _ = median_seconds(
+            lambda n: learner.publish(self.folder / f"w{n}", version=0), 3
+        )
+        results["load_s"], _ = median_seconds(lambda n: engine.load_weights(self.folder / "w0", 0), 3)
+        if engine.fp8_kv:
+            engine.apply_kv_scales(self.scales)  # loading weights made them stale
+        elapsed, completions = median_seconds(lambda n: engine.generate(self.requests, version=0), 3)
+        results["rollout_tokens_per_sec"] = sum(len(c.tokens) for c in completions) / elapsed
+        batch = self.batch(completions)
         results["calibrate_kv_s"], _ = median_seconds(
             lambda n: learner.calibrate_kv(batch, version=0, source="benchmark"), 3
         )
-    advantages = torch.linspace(-1, 1, len(requests))
-    results["learner_step_s"], _ = median_seconds(
-        lambda n: learner.train(batch, advantages, iteration=1, version=n), 3
-    )
+        return results, batch
+
+
+def measure(recipe: Recipe, folder: Path, *, timed: bool) -> dict[str, Any]:
+    """The mismatch panel of the arm and, where `timed`, its timings."""
+    bench = Bench(recipe, folder)
+    results: dict[str, Any] = {}
+    if timed:
+        results, batch = bench.timings()
+    else:
+        batch = bench.batch(bench.engine.generate(bench.requests, version=0))
+    results["mismatch"] = bench.mismatch(batch)
+    if timed:
+        advantages = torch.linspace(-1, 1, len(bench.requests))
+        results["learner_step_s"], _ = median_seconds(
+            lambda n: bench.learner.train(batch, advantages, iteration=1, version=n), 3
+        )
     return results
 
 
-if __name__ == "__main__":
+def main(arguments: list[str]) -> None:
+    """RECIPE [--mismatch] [overrides]: prints JSON on the last line."""
+    timed = "--mismatch" not in arguments
+    path, *overrides = [argument for argument in arguments if argument != "--mismatch"]
     with tempfile.TemporaryDirectory() as temporary:
-        measured = measure(load_recipe(sys.argv[1], sys.argv[2:]).recipe, Path(temporary))
+        measured = measure(load_recipe(path, overrides).recipe, Path(temporary), timed=timed)
     print(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -18,11 +20,13 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 ARMS = ("bf16", "bf16-kv", "fp8-rollout", "fp8-rollout-kv", "fp8-e2e", "fp8-e2e-kv")
 
 
-def measure_arms(folder: Path, *overrides: str) -> dict[str, dict[str, float]]:
-    """The timings of each arm in `folder`, each in a process of its own."""
+def measure_arms(
+    folder: Path, *arguments: str, arms: Sequence[str] = ARMS, label: str = ""
+) -> dict[str, dict[str, Any]]:
+    """What benchmarks.measure says of each of `arms` in `folder`, each in a process of its own."""
     results = {}
-    for arm in track(ARMS, description=f"{folder.name}: arms"):
-        command = [sys.executable, "-m", "benchmarks.measure", str(folder / f"{arm}.yaml"), *overrides]
+    for arm in track(arms, description=f"{folder.name} {label}"):
+        command = [sys.executable, "-m", "benchmarks.measure", str(folder / f"{arm}.yaml"), *arguments]
         environment = os.environ | compute_environment(load_recipe(folder / f"{arm}.yaml").recipe)
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode != 0:
@@ -31,11 +35,11 @@ def measure_arms(folder: Path, *overrides: str) -> dict[str, dict[str, float]]:
     return results
 
 
-def ratios(arms: dict[str, dict[str, float]]) -> dict[str, float]:
+def ratios(arms: dict[str, dict[str, Any]]) -> dict[str, float]:
     """What is compared: an arm over BF16, in one run. Rollout: tokens/s. Learner: time."""
 
     def over_bf16(arm: str, key: str) -> float:
-        return arms[arm][key] / arms["bf16"][key]
+        return float(arms[arm][key] / arms["bf16"][key])
 
     return {
         "rollout_fp8_over_bf16": over_bf16("fp8-rollout", "rollout_tokens_per_sec"),
@@ -46,21 +50,27 @@ def ratios(arms: dict[str, dict[str, float]]) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    """Measures, prints and writes."""
-    arms = measure_arms(CONFIGS / "tiny")
-    values = ratios(arms)
-    table = Table(title="Arms of the tiny recipe (FP8 linears emulated on the CPU)")
-    keys = sorted({key for arm in arms.values() for key in arm})
-    for heading in ("arm", *keys):
+def print_arms(title: str, arms: dict[str, dict[str, Any]], values: dict[str, float]) -> None:
+    """A table of the arms, and the ratios below it."""
+    table = Table(title=title)
+    keys = sorted({key for arm in arms.values() for key in arm} - {"mismatch"})
+    for heading in ("arm", *keys, "token_mult_prob_error"):
         table.add_column(heading, justify="right")
     for arm, result in arms.items():
-        table.add_row(arm, *(f"{result[k]:.4g}" if k in result else "" for k in keys))
+        cells = [f"{result[k]:.4g}" if k in result else "" for k in keys]
+        table.add_row(arm, *cells, f"{result['mismatch']['token_mult_prob_error']:.4f}")
     console = Console()
     console.print(table)
     for name, value in values.items():
         console.print(f"{name}: {value:.3f}")
-    console.print(record.write("tiny", {**values, "arms": arms}))
+
+
+def main() -> None:
+    """Measures, prints and writes."""
+    arms = measure_arms(CONFIGS / "tiny")
+    values = ratios(arms)
+    print_arms("Arms of the tiny recipe (FP8 linears emulated on the CPU)", arms, values)
+    print(record.write("tiny", {**values, "arms": arms}))
 
 
 if __name__ == "__main__":

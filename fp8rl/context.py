@@ -6,6 +6,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from fp8rl.journal import Journal
+from fp8rl.model.source import model_folder
 from fp8rl.recipe.schema import Recipe
 
 
@@ -30,8 +31,7 @@ class RunContext(BaseModel):
     @property
     def model_dir(self) -> Path:
         """Hugging Face folder of the model: the recipe's own, or the tiny one, built in the run."""
-        path = self.recipe.model.path
-        return self.folder / "model" if path is None else Path(path).resolve()
+        return model_folder(self.recipe) or self.folder / "model"
 
     def actor_name(self, kind: str) -> str:
         """A name that no other run has, on a cluster that several folders and users share."""

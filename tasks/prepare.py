@@ -22,7 +22,7 @@ def _prepare_data(context: RunContext) -> dict[str, Any]:
     from fp8rl.data.prepare import prepare_data
     from fp8rl.model.tiny import write_tiny_model
 
-    if context.recipe.model.path is None:
+    if context.recipe.model.is_tiny:
         write_tiny_model(context.recipe.model.tiny, context.model_dir)
     return prepare_data(context.recipe, context.model_dir, context.data_dir)
 
@@ -49,7 +49,7 @@ async def warm_start(context: RunContext) -> None:
     They are cached under runs/.cache by what they are made of, and shared by all arms.
     """
     recipe = context.recipe
-    if recipe.model.path is not None:
+    if not recipe.model.is_tiny:
         return
     cache = context.folder.parent / ".cache" / "warm_start"
     weights = cache / f"{recipe.warm_start_digest()}.safetensors"

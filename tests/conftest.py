@@ -11,6 +11,14 @@ os.environ.pop("PREFECT_HOME", None)
 os.environ["HOME"] = HOME
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import pytest  # noqa: E402
+
 from flows.environment import set_environment  # noqa: E402
 
 set_environment(HOME)
+
+
+@pytest.fixture(scope="session")
+def runs_dir(tmp_path_factory):
+    """A runs folder for the whole session: warm starts and converted models are made in it once."""
+    return tmp_path_factory.mktemp("runs")

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from fp8rl.data.chat import question_tokens
 from fp8rl.data.tasks import build_prompts, prompts_of_iteration
 from fp8rl.journal import write_atomic
 from fp8rl.recipe.rules import RecipeError
@@ -16,7 +17,8 @@ def prepare_data(recipe: Recipe, model_dir: Path, folder: Path) -> dict[str, Any
     """Writes `folder`/train.parquet and val.parquet; returns sizes and fingerprints.
 
     Columns: those of `build_prompts`, and prompt_tokens, answer_tokens (the reference answer and the
-    end token). Raises RecipeError where a prompt is longer than rollout.max_prompt_tokens.
+    end token). Raises RecipeError where a prompt is longer than rollout.max_prompt_tokens, and as
+    `question_tokens`.
     """
     from transformers import AutoTokenizer
 
@@ -25,7 +27,9 @@ def prepare_data(recipe: Recipe, model_dir: Path, folder: Path) -> dict[str, Any
     splits = zip(SPLITS, build_prompts(recipe.task, recipe.seed), strict=True)
     for split, dataset in splits:
         columns = dataset.to_dict()
-        columns["prompt_tokens"] = [tokenizer(q).input_ids for q in columns["question"]]
+        columns["prompt_tokens"] = [
+            question_tokens(tokenizer, recipe.task, question) for question in columns["question"]
+        ]
         columns["answer_tokens"] = [
             [*tokenizer(a, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
             for a in columns["answer"]

@@ -12,6 +12,7 @@ from reasoning_gym.dataset import ProceduralDataset
 from fp8rl.data import reverse_digits as rd
 from fp8rl.recipe.rules import RecipeError
 from fp8rl.recipe.schema import Task
+from fp8rl.reward.extract import extract
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -100,16 +101,23 @@ def _require_scorable(task: Task, generator: ProceduralDataset) -> None:
     entry = generator[0]
     if not isinstance(entry["answer"], str):
         raise RecipeError(f"task.name: {task.name} gives no text as its answer, which a prompt needs")
+    answer = extract(task.extract, entry["answer"])
     try:
         kept = json.loads(json.dumps(entry))
         before = generator.score_answer(entry["answer"], entry)
         after = generator.score_answer(entry["answer"], kept)
+        extracted = None if answer is None else generator.score_answer(answer, entry)
     except Exception as error:
         raise RecipeError(f"task.name: {task.name} cannot be scored from JSON: {error}") from None
     if before != after:
         raise RecipeError(
             f"task.name: {task.name} scores its own answer {after}, not {before}, once its item has "
             "been JSON; it is not supported"
+        )
+    if extracted != before:
+        raise RecipeError(
+            f"task.extract: {task.extract} makes {answer!r} of {task.name}'s own answer "
+            f"{entry['answer']!r}, which no longer scores as right; set task.extract=whole"
         )
 
 

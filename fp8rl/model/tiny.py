@@ -5,8 +5,8 @@ import string
 from pathlib import Path
 from typing import Any
 
-from fp8rl.model.dims import ModelDims, dims_from_hf, read_dims
-from fp8rl.recipe.schema import Model, TinyModel
+from fp8rl.model.dims import ModelDims, dims_from_hf
+from fp8rl.recipe.schema import TinyModel
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 # Every printable ASCII character is a token, so any reasoning-gym question can be written.
@@ -72,8 +72,6 @@ def write_tiny_model(tiny: TinyModel, folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def model_dims(model: Model) -> ModelDims:
-    """Dimensions of the recipe's model, before any folder of the tiny one exists."""
-    if model.path is not None:
-        return read_dims(Path(model.path))
-    return dims_from_hf(hf_config(model.tiny), source="model.tiny")
+def tiny_dims(tiny: TinyModel) -> ModelDims:
+    """Dimensions of the tiny model."""
+    return dims_from_hf(hf_config(tiny), source="model.tiny")

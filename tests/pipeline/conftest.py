@@ -24,11 +24,6 @@ class Run:
 
 
 @pytest.fixture(scope="session")
-def runs_dir(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="session")
 def run_arm(runs_dir):
     """Runs an arm of the short recipe, once a session."""
     done: dict[str, Run] = {}

@@ -3,13 +3,15 @@
 import pytest
 from transformers import AutoTokenizer
 
+from fp8rl.data.chat import question_tokens, require_chat_template
 from fp8rl.data.corpus import corpus
 from fp8rl.data.prepare import prepare_data, read_prompts
 from fp8rl.data.seeds import seed_of
 from fp8rl.data.tasks import build_prompts, make_generator, prompts_of_iteration
 from fp8rl.model.tiny import ALPHABET, write_tiny_model
 from fp8rl.recipe.rules import RecipeError
-from fp8rl.recipe.schema import Recipe, Rollout, Task, TinyModel
+from fp8rl.recipe.schema import Extract, Recipe, Rollout, Task, TinyModel
+from fp8rl.reward.extract import extract
 from fp8rl.reward.score import Status, count_statuses, score_all
 
 TASK = Task(options={"digits": 4}, train_prompts=200, val_prompts=50)
@@ -66,6 +68,57 @@ def test_verdicts():
     statuses = [v.status for v in score_all(TASK, texts, [row["entry"]] * 5)]
     assert statuses == [Status.OK, Status.OK, Status.WRONG, Status.UNPARSABLE, Status.UNPARSABLE]
     assert count_statuses(statuses) == {"ok": 2, "wrong": 1, "unparsable": 2, "error": 0}
+
+
+@pytest.mark.parametrize(
+    ("completion", "number"),
+    [
+        ("The answer is 12.", "12"),
+        ("12", "12"),
+        ("3 + 4 = 7, not 8.\n", "8"),
+        ("It is -5.", "-5"),
+        ("It is \u22125!", "-5"),
+        ("9-4", "4"),
+        ("9 - 4", "4"),
+        ("(2)-3", "3"),
+        ("9 - -4", "-4"),
+        ("x=-4", "-4"),
+        ("-4", "-4"),
+        ("about 1,234,567 sheep", "1234567"),
+        ("-1,234.50, roughly", "-1234.50"),
+        ("1, 2, 3", "3"),
+        ("1,2,3", "3"),
+        ("12,34", "34"),
+        ("pi is 3.14.", "3.14"),
+        ("**7**", "7"),
+        ("$0.25", "0.25"),
+        ("no number", None),
+        ("", None),
+    ],
+)
+def test_last_number_of_a_completion(completion, number):
+    assert extract(Extract.LAST_NUMBER, completion) == number
+
+
+def test_answers_inside_sentences_are_scored_by_their_last_number():
+    options = {"min_terms": 2, "max_terms": 2}
+    task = Task(name="chain_sum", options=options, train_prompts=20, val_prompts=5)
+    talkative = task.model_copy(update={"extract": Extract.LAST_NUMBER})
+    train, _ = build_prompts(talkative, seed=0)
+    row = train[0]
+    texts = [f"The answer is {row['answer']}.", "It is 1 more than 123456.", "I cannot say.", " "]
+    verdicts = score_all(talkative, texts, [row["entry"]] * 4)
+    wrong, none = Status.WRONG, Status.UNPARSABLE
+    assert [v.status for v in verdicts] == [Status.OK, wrong, none, none]
+    assert [v.reward for v in verdicts if v.status is none] == [0.0, 0.0]
+    whole = score_all(task, texts, [row["entry"]] * 4)
+    assert [v.status for v in whole] == [wrong, wrong, wrong, none]
+
+
+def test_extraction_that_loses_the_tasks_own_answers_is_refused():
+    task = Task(name="spell_backward", extract="last_number", train_prompts=5, val_prompts=5)
+    with pytest.raises(RecipeError, match=r"task\.extract: last_number makes None of spell_backward's"):
+        build_prompts(task, seed=0)
 
 
 def test_scorer_that_raises_is_counted_not_fatal():
@@ -132,3 +185,55 @@ def test_prepared_data_hold_tokens_and_refuse_long_prompts(tmp_path):
     short = recipe.model_copy(update={"rollout": Rollout(max_prompt_tokens=3)})
     with pytest.raises(RecipeError, match="200 of 200 train prompts are longer than 3 tokens"):
         prepare_data(short, tmp_path, tmp_path / "data2")
+
+
+# --- chat
+
+
+@pytest.fixture
+def chat_folder(tmp_path):
+    """The tiny tokenizer with a chat template that knows user and system turns."""
+    write_tiny_model(TinyModel(), tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_questions_are_asked_in_the_chat_template(chat_folder):
+    tokenizer = AutoTokenizer.from_pretrained(chat_folder)
+
+    def asked(**task):
+        return tokenizer.decode(question_tokens(tokenizer, Task(**task), "1+2?"))
+
+    assert asked() == "<bos>1+2?"
+    assert asked(chat=True) == "[user]1+2?[assistant]"
+    assert asked(chat=True, system="Be brief.") == "[system]Be brief.[user]1+2?[assistant]"
+    tokenizer.chat_template = "{{ raise_exception('no system turns') }}"
+    with pytest.raises(RecipeError, match=r"task\.chat, task\.system: .*no system turns"):
+        asked(chat=True, system="Be brief.")
+
+
+def test_prepared_data_are_chats_and_answers_stay_answers(chat_folder):
+    recipe = Recipe(task=TASK.model_copy(update={"chat": True}))
+    require_chat_template(recipe.task, chat_folder)
+    prepare_data(recipe, chat_folder, chat_folder / "data")
+    val = read_prompts(chat_folder / "data", "val")
+    tokenizer = AutoTokenizer.from_pretrained(chat_folder)
+    assert tokenizer.decode(val["prompt_tokens"][0]) == f"[user]{val['question'][0]}[assistant]"
+    assert tokenizer.decode(val["answer_tokens"][0]) == f"{val['answer'][0]}<eos>"
+
+
+def test_chat_without_a_template_is_refused(tmp_path):
+    write_tiny_model(TinyModel(), tmp_path)
+    recipe = Recipe(task=TASK.model_copy(update={"chat": True}))
+    for refuse in (
+        lambda: require_chat_template(recipe.task, tmp_path),
+        lambda: prepare_data(recipe, tmp_path, tmp_path / "data"),
+    ):
+        with pytest.raises(RecipeError, match=r"task\.chat: the tokenizer in .* has no chat template"):
+            refuse()
+    require_chat_template(TASK, tmp_path)
