@@ -1,7 +1,8 @@
 """Measures one arm in a process of its own: `python -m benchmarks.measure RECIPE [--mismatch]`.
 
-Prints JSON: rollout_tokens_per_sec, and learner_step_s, requantize_s, publish_s, load_s and
-calibrate_kv_s (medians, warmed up); mismatch, the panel of one iteration. --mismatch: that alone.
+Prints JSON: rollout_tokens_per_sec (all answers of the greatest length), learner_step_s,
+requantize_s, publish_s, load_s and calibrate_kv_s, medians of warmed-up repeats; mismatch, the panel of
+one iteration before training. --mismatch: that alone.
 On a CPU the FP8 linears are emulated: their times say what the emulation costs here, and nothing
 about FP8 speed on a GPU.
 """
@@ -96,6 +97,24 @@ class Bench:
         panel = mismatch_panel(batch.g, p, batch.mask, truncate=self.recipe.correction.truncate)
         return panel | {"tokens": float(batch.mask.sum())}
 
+    def sensitivity(self, batch: Batch) -> float:
+        """token_mult_prob_error of the learner against itself, its embeddings moved by 2^-9 of their
+        size at random: what a rounding to BF16 somewhere else does."""
+        p = self.learner.logprobs(batch, version=0)
+        generator = torch.Generator().manual_seed(0)
+
+        def move(_module: Any, _inputs: Any, out: torch.Tensor) -> torch.Tensor:
+            noise = torch.randn(out.shape, generator=generator) * 2.0**-9
+            return (out.float() * (1 + noise)).to(out.dtype)
+
+        hook = self.learner.model.gpt.embedding.register_forward_hook(move)
+        try:
+            moved = self.learner.logprobs(batch, version=0)
+        finally:
+            hook.remove()
+        panel = mismatch_panel(p, moved, batch.mask, truncate=self.recipe.correction.truncate)
+        return panel["token_mult_prob_error"]
+
     def timings(self) -> tuple[dict[str, float], Batch]:
         """All timings, each warmed up, and the batch that they were taken on."""
         learner, engine, results = self.learner, self.engine, {}
@@ -115,9 +134,12 @@ class Bench:
         results["load_s"], _ = median_seconds(lambda n: engine.load_weights(self.folder / "w0", 0), 3)
         if engine.fp8_kv:
             engine.apply_kv_scales(self.scales)  # loading weights made them stale
-        elapsed, completions = median_seconds(lambda n: engine.generate(self.requests, version=0), 3)
+        batch = self.batch(engine.generate(self.requests, version=0))
+        # All arms generate the same number of tokens, whatever they sample.
+        elapsed, completions = median_seconds(
+            lambda n: engine.generate(self.requests, version=0, ignore_end=True)
+        )
         results["rollout_tokens_per_sec"] = sum(len(c.tokens) for c in completions) / elapsed
-        batch = self.batch(completions)
         results["calibrate_kv_s"], _ = median_seconds(
             lambda n: learner.calibrate_kv(batch, version=0, source="benchmark"), 3
         )
@@ -133,6 +155,7 @@ def measure(recipe: Recipe, folder: Path, *, timed: bool) -> dict[str, Any]:
     else:
         batch = bench.batch(bench.engine.generate(bench.requests, version=0))
     results["mismatch"] = bench.mismatch(batch)
+    results["mismatch"]["learner_moved_by_2^-9"] = bench.sensitivity(batch)
     if timed:
         advantages = torch.linspace(-1, 1, len(bench.requests))
         results["learner_step_s"], _ = median_seconds(

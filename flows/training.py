@@ -18,10 +18,10 @@ from prefect.runtime import flow_run
 from flows.iteration import first_weights, iteration
 from fp8rl import machine, progress
 from fp8rl.context import RunContext
-from fp8rl.device import compute_environment, resolve
+from fp8rl.device import compute_environment, resolve, settled
 from fp8rl.journal import Journal, process_start
 from fp8rl.model.precision import both_sides, count_formats
-from fp8rl.model.source import describe_model
+from fp8rl.model.source import describe_model, model_folder
 from fp8rl.preflight import require_runnable
 from fp8rl.recipe.load import check_name, to_yaml
 from fp8rl.recipe.rules import warnings
@@ -49,7 +49,12 @@ async def train(recipe: Recipe = Recipe()) -> dict[str, Any]:  # noqa: B008  a f
     check_name(run)
     runs = Path(recipe.runs_dir).resolve()
     journal = Journal.create(runs, run, to_yaml(recipe), _about(recipe))
-    context = RunContext(run=run, folder=journal.folder, recipe=recipe)
+    context = RunContext(
+        run=run,
+        folder=journal.folder,
+        model_dir=model_folder(recipe) or journal.folder / "model",
+        recipe=settled(recipe),
+    )
     status, state = "FAILED", "failed"
     with ExitStack() as at_the_end:
         # Whatever happens, and whichever of these fails: no engine is left running, and both records

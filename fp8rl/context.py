@@ -6,17 +6,19 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from fp8rl.journal import Journal
-from fp8rl.model.source import model_folder
 from fp8rl.recipe.schema import Recipe
 
 
 class RunContext(BaseModel):
-    """run: its name. folder: of the run, absolute."""
+    """run: its name. folder: of the run. model_dir: Hugging Face folder of the model, the recipe's own
+    or the tiny one in the run. Folders are absolute: actors may have another working directory.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     run: str
     folder: Path
+    model_dir: Path
     recipe: Recipe
 
     @property
@@ -27,11 +29,6 @@ class RunContext(BaseModel):
     def data_dir(self) -> Path:
         """The run's prompts."""
         return self.folder / "data"
-
-    @property
-    def model_dir(self) -> Path:
-        """Hugging Face folder of the model: the recipe's own, or the tiny one, built in the run."""
-        return model_folder(self.recipe) or self.folder / "model"
 
     def actor_name(self, kind: str) -> str:
         """A name that no other run has, on a cluster that several folders and users share."""

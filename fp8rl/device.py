@@ -12,9 +12,9 @@ import shutil
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
+from fp8rl.machine import AMX_FLAGS, cpu_flags
 from fp8rl.recipe.rules import CUDA_NOT_BUILT, RecipeError
 from fp8rl.recipe.schema import Device, Fp8Backend, Linear, Precision, Recipe
 
@@ -94,21 +94,29 @@ _PRODUCTS = {
 
 
 def _cpu_fp8_backend(precision: Precision) -> str:
-    """The backend of FP8 products on this CPU: the recipe's word, or the fastest where it says auto.
+    """The backend of FP8 products on this CPU: the recipe's word, or the fastest where it says auto."""
+    if precision.backend in (Fp8Backend.TORCH, Fp8Backend.TRANSFORMER_ENGINE):
+        raise RecipeError(f"precision.backend: {precision.backend} runs on a GPU; device is cpu")
+    if precision.backend is Fp8Backend.REFERENCE:
+        return "reference"
+    missing = sorted(set(AMX_FLAGS) - cpu_flags())
+    reason = f"this CPU has no {', '.join(missing)}" if missing else None
+    if reason is None and shutil.which("g++") is None:
+        reason = "there is no C++ compiler (g++) to compile its kernel with"
+    if reason is None:
+        return "amx"
+    if precision.backend is Fp8Backend.AMX:
+        raise RecipeError(
+            f"precision.backend: amx cannot run: {reason}. Set precision.backend=reference"
+        )
+    return "reference"
 
-    A backend that was asked for and cannot run is refused where the model is built.
-    """
-    if precision.backend is not Fp8Backend.AUTO:
-        return precision.backend.value
-    has_amx = {"amx_tile", "amx_bf16"} <= cpu_flags() and shutil.which("g++") is not None
-    return "amx" if has_amx else "reference"
 
-
-def cpu_flags() -> set[str]:
-    """Instruction sets of this machine's CPU, as Linux names them."""
-    info = Path("/proc/cpuinfo").read_text()
-    lines = (line for line in info.splitlines() if line.startswith("flags"))
-    return set(next(lines, "").partition(":")[2].split())
+def settled(recipe: Recipe) -> Recipe:
+    """`recipe` with `auto` answered for this machine: every process of a run uses one backend."""
+    name = resolve(recipe).fp8_backend
+    precision = recipe.precision.model_copy(update={"backend": Fp8Backend(name)})
+    return recipe.model_copy(update={"precision": precision})
 
 
 def compute_environment(recipe: Recipe) -> dict[str, str]:

@@ -22,6 +22,20 @@ _PACKAGES = (
 )
 
 
+# What numerics/amx.cpp is compiled for.
+AMX_FLAGS = (
+    *("amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl"),
+    *("avx512vbmi", "avx512_bf16"),
+)
+
+
+def cpu_flags() -> set[str]:
+    """Instruction sets of this machine's CPU, as Linux names them."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = (line.partition(":")[2] for line in lines if line.startswith("flags"))
+    return set(next(flags, "").split())
+
+
 def cpu_model() -> str:
     """The CPU's name, as Linux gives it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()

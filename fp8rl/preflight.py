@@ -1,11 +1,11 @@
 """Everything about a recipe that can be known before an engine starts."""
 
 from fp8rl.data.chat import require_chat_template
-from fp8rl.data.tasks import make_generator
+from fp8rl.data.tasks import make_generator, require_scorable
 from fp8rl.device import resolve
 from fp8rl.model.source import model_dims, model_folder
-from fp8rl.recipe.rules import require_one_model, require_valid
-from fp8rl.recipe.schema import Recipe
+from fp8rl.recipe.rules import learner_fp8, require_one_model, require_valid, rollout_fp8
+from fp8rl.recipe.schema import Linear, Recipe
 
 
 def require_runnable(recipe: Recipe) -> None:
@@ -13,7 +13,22 @@ def require_runnable(recipe: Recipe) -> None:
     require_one_model(recipe)
     require_valid(recipe, model_dims(recipe))
     resolve(recipe)
-    make_generator(recipe.task, seed=recipe.seed, size=1)
+    require_scorable(recipe.task, make_generator(recipe.task, seed=recipe.seed, size=1))
     folder = model_folder(recipe)
     if folder is not None:
         require_chat_template(recipe.task, folder)
+
+
+def require_backend(recipe: Recipe) -> None:
+    """Raises BackendError where what is to compute FP8 products cannot run on this machine.
+
+    It imports torch, and may compile: for a process that does so anyway, before long work.
+    """
+    from fp8rl.numerics.backends import backend
+
+    precision = recipe.precision
+    products = backend(resolve(recipe).fp8_backend)
+    if precision.learner is Linear.FP8:
+        products.check(learner_fp8(precision))
+    if precision.rollout is Linear.FP8:
+        products.check(rollout_fp8(precision))

@@ -21,7 +21,9 @@ _STEPS_PER_CALL = 10
 def _prepare_data(context: RunContext) -> dict[str, Any]:
     from fp8rl.data.prepare import prepare_data
     from fp8rl.model.tiny import write_tiny_model
+    from fp8rl.preflight import require_backend
 
+    require_backend(context.recipe)  # before the warm start, which takes minutes
     if context.recipe.model.is_tiny:
         write_tiny_model(context.recipe.model.tiny, context.model_dir)
     return prepare_data(context.recipe, context.model_dir, context.data_dir)

@@ -97,6 +97,10 @@ def write_gguf(tiny: TinyModel, path: Path, *, leave_out: str = "", **fields) ->
             halves = values.reshape(heads, 2, -1, values.shape[1])
             values = halves.swapaxes(1, 2).reshape(values.shape).copy()
         writer.add_tensor(_gguf_name(name), values)
+    if "extra_tensor" in fields:
+        writer.add_tensor(fields["extra_tensor"], random_weights(tiny)["model.norm.weight"].numpy())
+    if "rope_scaling" in fields:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(fields["rope_scaling"]))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

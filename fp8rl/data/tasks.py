@@ -73,7 +73,7 @@ def build_prompts(task: Task, seed: int) -> "tuple[Dataset, Dataset]":
 
 def _draw(task: Task, seed: int, count: int, taken: set[str], key: str) -> list[dict[str, Any]]:
     generator = make_generator(task, seed=seed, size=count * _DRAWS)
-    _require_scorable(task, generator)
+    require_scorable(task, generator)
     rows: list[dict[str, Any]] = []
     for index in range(count * _DRAWS):
         entry = generator[index]
@@ -96,7 +96,7 @@ def _draw(task: Task, seed: int, count: int, taken: set[str], key: str) -> list[
     )
 
 
-def _require_scorable(task: Task, generator: ProceduralDataset) -> None:
+def require_scorable(task: Task, generator: ProceduralDataset) -> None:
     """Items are kept as JSON; a scorer that no longer knows its own answer then is found here."""
     entry = generator[0]
     if not isinstance(entry["answer"], str):

@@ -5,6 +5,7 @@ order of the rows of q and k). What it leaves to chance is checked here.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,13 @@ from fp8rl.model.dims import UnsupportedModelError, dims_from_hf
 # to be right: as transformers has it, or, for SmolLM, with every digit by itself first.
 _AS_IN_TRANSFORMERS = ("default", "gpt-2", "llama-bpe")
 _DIGITS_APART = ("smollm",)
+
+
+# A Llama model's tensors as llama.cpp names them. transformers passes over any other without a word.
+_TENSOR = re.compile(
+    r"(token_embd|output_norm|output"
+    r"|blk\.\d+\.(attn_(norm|q|k|v|output)|ffn_(norm|gate|up|down)))\.weight"
+)
 
 
 class GgufError(ValueError):
@@ -32,6 +40,7 @@ def convert(file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+    _require_all_known(file)
     source = {"gguf_file": file.name, "local_files_only": True}
     config = AutoConfig.from_pretrained(file.parent, **source)
     dims = dims_from_hf(_plain(config), source=file.name)
@@ -51,6 +60,21 @@ def convert(file: Path, folder: Path) -> None:
     ids = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     GenerationConfig(**ids).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _require_all_known(file: Path) -> None:
+    """Raises GgufError where the file holds what transformers would leave out of the model."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+    unknown = [tensor.name for tensor in reader.tensors if not _TENSOR.fullmatch(tensor.name)]
+    if unknown:
+        raise GgufError(
+            f"tensors that a Llama model of fp8rl does not have: {', '.join(sorted(unknown)[:5])}"
+        )
+    scaling = {key: field.contents() for key, field in reader.fields.items() if ".rope.scaling." in key}
+    if scaling and set(scaling.values()) != {"none"}:
+        raise GgufError(f"a scaled rotary embedding is not supported yet: {scaling}")
 
 
 def _plain(config: Any) -> dict[str, Any]:

@@ -27,17 +27,19 @@ class PlannedLinear:
     requested: Format | None = None
     effective: Format | None = None
     fp8: Fp8Weight | None = None
+    fp8_format: Format | None = None
 
     def plan(self, projections: Projections, fmt: Format, recipe: Fp8Recipe, backend: Backend) -> None:
         """Sets the format, the projections that this layer holds, and how FP8 is computed."""
         self.requested = fmt
         self.fp8 = Fp8Weight(projections, recipe, backend) if fmt.is_fp8 else None
+        self.fp8_format = Format.of_weight(recipe.weight)  # what runs, not what was asked for
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.requested is None:
             raise RuntimeError("a planned linear was run before its precision was decided")
         if self.fp8 is not None:
-            self.effective = self.requested
+            self.effective = self.fp8_format
             return fp8_linear(x, weight, self.fp8)
         self.effective = FORMAT_OF_DTYPE[str(x.dtype)]
         return nn.functional.linear(x, weight.to(x.dtype))

@@ -24,6 +24,7 @@ from fnmatch import fnmatchcase
 
 from fp8rl.model.dims import ModelDims
 from fp8rl.model.names import Slot, name_table
+from fp8rl.numerics.formats import Scaling, Scheme, weight_scheme
 
 _REGEX = "re:"
 
@@ -37,6 +38,15 @@ class Format(StrEnum):
     FP8_TENSOR = "fp8_tensor"  # one scale a tensor
     FP8_CHANNEL = "fp8_channel"  # one scale a row
     FP8_MXFP8 = "fp8_mxfp8"  # 1x32 groups, UE8M0
+
+    @staticmethod
+    def of_weight(scheme: Scheme) -> "Format":
+        """The format of a weight that is quantised by `scheme`: from its tiles, not from a name."""
+        return next(
+            Format(f"fp8_{scaling.value}")
+            for scaling in Scaling
+            if weight_scheme(scaling).tile == scheme.tile
+        )
 
     @property
     def is_fp8(self) -> bool:
@@ -135,19 +145,20 @@ def make_plan(rules: PlanRules, dims: ModelDims) -> dict[str, Decision]:
     """
     table = name_table(dims)
     names = [(name, *_fused_names(slot)) for slot in table for name in slot.hf]
-    for key, patterns in (("include", rules.include), ("exclude", rules.exclude)):
-        for pattern in patterns:
-            try:
-                found = any(_matches_any(each, pattern) for each in names)
-            except re.error as error:
-                raise PrecisionPlanError(
-                    f"{key}: {pattern!r} is no regular expression: {error}"
-                ) from None
-            if not found:
-                raise PrecisionPlanError(
-                    f"{key}: {pattern!r} matches no whole name; names look like {names[2][0]!r} or, "
-                    f"fused, {names[2][1]!r}"
-                )
+    linears = [(name, *_fused_names(slot)) for slot in table if slot.is_linear for name in slot.hf]
+    patterns = [("include", pattern, linears) for pattern in rules.include]
+    patterns += [("exclude", pattern, names) for pattern in rules.exclude]
+    for key, pattern, candidates in patterns:
+        try:
+            found = any(_matches_any(each, pattern) for each in candidates)
+        except re.error as error:
+            raise PrecisionPlanError(f"{key}: {pattern!r} is no regular expression: {error}") from None
+        if not found:
+            what = "linear's whole name" if key == "include" else "whole name"
+            raise PrecisionPlanError(
+                f"{key}: {pattern!r} matches no {what}; names look like {linears[0][0]!r} or, "
+                f"fused, {linears[0][1]!r}"
+            )
     plan = {each[0]: decide(each[0], rules, dims.layers, each[1:]) for each in names}
     for slot in table:
         formats = {plan[name].format for name in slot.hf}

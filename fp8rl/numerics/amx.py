@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8rl.machine import AMX_FLAGS, cpu_flags, cpu_model
+
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_CPU_FLAGS = ("amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_bf16")
 _COMPILE = (
     *("g++", "-std=c++17", "-O3", "-fPIC", "-shared"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vbmi", "-mavx512bf16", "-mfma"),
@@ -66,20 +67,6 @@ class _Kernel:
     pool: int
 
 
-def _cpu_info() -> tuple[str, set[str]]:
-    """The CPU's model name and flags; empty where there is no /proc/cpuinfo."""
-    found = {"model name": "", "flags": ""}
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if not line:
-                break  # the first CPU's lines are enough
-            found[key.strip()] = value.strip()
-    except OSError:
-        pass
-    return found["model name"], set(found["flags"].split())
-
-
 def _library(cpu: str) -> Path:
     """Compiles the kernel unless the cache has it."""
     key = "\0".join((_SOURCE.read_text(), *_COMPILE, cpu))
@@ -110,8 +97,11 @@ def _thread_pool() -> int | None:
 
 def _load() -> _Kernel | str:
     """The kernel, or why there is none."""
-    cpu, flags = _cpu_info()
-    if missing := [flag for flag in _CPU_FLAGS if flag not in flags]:
+    try:
+        cpu, flags = cpu_model(), cpu_flags()
+    except OSError as error:
+        return f"this CPU's features are not known: {error}"
+    if missing := [flag for flag in AMX_FLAGS if flag not in flags]:
         return f"this CPU has no AMX-BF16 (lacks {', '.join(missing)})"
     pool = _thread_pool()
     if pool is None:

@@ -35,8 +35,8 @@ def quantise_parts(weight: Tensor, projections: Projections, scheme: Scheme) -> 
 class Fp8Weight:
     """A layer's weight in FP8, quantised once per change of the master weight.
 
-    The master weight's version counter tells when it changed; writes through `.data` do not count
-    and are not to be used on it.
+    The master weight's version counter tells when it changed. Writes that do not count there are not
+    to be used on it: through `.data`, and those of torch's fused optimisers (foreach ones count).
     """
 
     def __init__(self, projections: Projections, recipe: Fp8Recipe, backend: Backend) -> None:
@@ -117,7 +117,7 @@ def _where_trained(x_TK: Tensor, dy_TN: Tensor) -> Tensor:
 
     They add nothing to the weight's gradient, but would share a scale with tokens that do.
     """
-    trained = (dy_TN != 0).any(1, keepdim=True)
+    trained = dy_TN.abs().amax(1, keepdim=True) != 0
     return x_TK if bool(trained.all()) else torch.where(trained, x_TK, torch.zeros_like(x_TK))
 
 

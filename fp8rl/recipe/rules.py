@@ -71,6 +71,9 @@ def rollout_fp8(precision: Precision) -> Fp8Recipe:
     return fp8_recipe_of(precision, precision.rollout_scales)
 
 
+_ONLY_FP8 = ("scaling", "rollout_scales", "learner_scales", "backend")
+
+
 def warnings(recipe: Recipe) -> list[str]:
     """What is allowed and better known before a run is read."""
     precision = recipe.precision
@@ -85,10 +88,24 @@ def warnings(recipe: Recipe) -> list[str]:
                     f"precision.learner_scales.{kind}={learner}, precision.rollout_scales.{kind}="
                     f"{rollout}: learner and rollout round differently, which adds to their mismatch"
                 )
+    if precision.learner is not Linear.FP8 and precision.learner_format is ElementFormat.HYBRID:
+        found.append("precision.learner_format=hybrid has no effect: the learner's linears are in BF16")
+    if Linear.FP8 not in (precision.learner, precision.rollout):
+        found += [
+            f"precision.{key} has no effect: no linear is in FP8"
+            for key in _ONLY_FP8
+            if getattr(precision, key) != getattr(Precision(), key)
+        ]
+    elif precision.scaling is Scaling.MXFP8:
+        found += [
+            f"precision.{key} has no effect: MXFP8 has UE8M0 scales"
+            for key in ("rollout_scales", "learner_scales")
+            if getattr(precision, key) != Scales()
+        ]
     if precision.rollout is Linear.FP8 and precision.scaling is Scaling.TENSOR:
         found.append(
             "precision.scaling=tensor: one activation scale for all tokens of a forward pass, so a "
-            "sample's log-probs depend on what it was batched with, in rollout and learner alike"
+            "sample's log-probs depend on what it was batched with, on both sides"
         )
     return found
 
@@ -195,7 +212,14 @@ def _precision(recipe: Recipe, dims: ModelDims) -> Iterator[Violation]:
             f"together more than the model's {dims.layers} layers",
         )
     try:
-        make_plan(plan_rules(precision, precision.rollout), dims)
+        for side, linear in (("rollout", precision.rollout), ("learner", precision.learner)):
+            plan = make_plan(plan_rules(precision, linear), dims)
+            if linear is Linear.FP8 and not any(d.format.is_fp8 for d in plan.values()):
+                yield Violation(
+                    (f"precision.{side}", "precision.include", "precision.exclude"),
+                    "fp8 is asked for, and the rules leave no layer to it. Set it to bf16, or keep "
+                    "fewer layers in BF16",
+                )
     except PrecisionPlanError as error:
         yield Violation(("precision.include", "precision.exclude"), str(error))
     if precision.backend is Fp8Backend.TRANSFORMER_ENGINE and precision.learner is Linear.FP8:

@@ -147,12 +147,16 @@ class Precision(Section):
     """Which elements of an FP8 linear share a scale, on both sides. block: 128x128 weights, 1x128
     activations. tensor, channel (one a row), mxfp8 (1x32, UE8M0)."""
     learner_format: ElementFormat = ElementFormat.E4M3
+    """hybrid: the learner's output gradients in E5M2, all else in E4M3."""
     rollout_scales: Scales = Scales()
+    """Scales of the rollout engine, and so of the published weights."""
     learner_scales: Scales = Scales()
+    """Scales of the learner's own products."""
     backend: Fp8Backend = Fp8Backend.AUTO
     """What computes the products of FP8 linears. reference: FP32 products of dequantised operands.
     amx: the same products exactly, on the CPU's matrix unit. auto: amx where the CPU has it and a C++
-    compiler is there, else reference; what was taken is reported."""
+    compiler is there, else reference; what was taken is reported. torch (scaled_mm) and
+    transformer_engine are for a GPU, which the learner does not run on yet."""
     first_layers_bf16: NonNegativeInt = 0
     last_layers_bf16: NonNegativeInt = 0
     include: tuple[str, ...] = ()

@@ -4,8 +4,11 @@ import re
 
 from fp8rl.recipe.schema import Extract
 
-# Digits, or groups of three with commas; then decimals. A full stop after it is not part of it.
-_NUMBER = re.compile(r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+# Digits, or groups of three with commas; then decimals and an exponent; or decimals alone. A full stop
+# after it is not part of it. Fractions and digits in groups with spaces are several numbers.
+_NUMBER = re.compile(
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+)
 _MINUS_SIGNS = ("-", "\u2212")
 # After these a minus subtracts: "9-4" ends in 4.
 _OPERAND_ENDS = re.compile(r"[\w)\]}]")

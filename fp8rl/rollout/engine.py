@@ -183,13 +183,18 @@ class Engine:
             raise EngineStateError("vLLM did not drop its prefix cache: blocks are still in use")
 
     def generate(
-        self, requests: list[Request], *, version: int, temperature: float | None = None
+        self,
+        requests: list[Request],
+        *,
+        version: int,
+        temperature: float | None = None,
+        ignore_end: bool = False,
     ) -> list[Completion]:
         """Generates under weight `version`, in chunks of fixed size and order.
 
         Each chunk starts from a clean prefix cache, so that the same chunk gives the same tokens
         (vLLM on a CPU is not invariant to how requests are batched). temperature: the recipe's where
-        None; 0 is greedy.
+        None; 0 is greedy. ignore_end: every answer gets its full length (for timings).
         Raises EngineStateError as `require_version`, and where vLLM leaves out a log-prob.
         """
         self.require_version(version)
@@ -199,10 +204,12 @@ class Engine:
         for start in range(0, len(requests), rollout.chunk_size):
             self._drop_prefix_cache()
             chunk = requests[start : start + rollout.chunk_size]
-            completions += self._generate_chunk(chunk, temperature)
+            completions += self._generate_chunk(chunk, temperature, ignore_end)
         return completions
 
-    def _generate_chunk(self, chunk: list[Request], temperature: float) -> list[Completion]:
+    def _generate_chunk(
+        self, chunk: list[Request], temperature: float, ignore_end: bool
+    ) -> list[Completion]:
         from vllm import SamplingParams
 
         rollout = self.recipe.rollout
@@ -214,7 +221,8 @@ class Engine:
                 top_k=rollout.top_k if sampled else -1,
                 seed=request.seed if sampled else None,
                 max_tokens=rollout.max_new_tokens,
-                stop_token_ids=self.eos,
+                stop_token_ids=[] if ignore_end else self.eos,
+                ignore_eos=ignore_end,
                 logprobs=0 if sampled else None,
                 detokenize=False,
             )

@@ -104,7 +104,7 @@ class Fp8rlConfig(QuantizationConfig):
         if fmt is None:
             raise ValueError(f"vLLM module {prefix}: the precision plan does not know it")
         if fmt.is_fp8:
-            return Fp8Linear(prefix, self.recipe, self.products, fmt)
+            return Fp8Linear(prefix, self.recipe, self.products)
         return ReplaceableBf16Linear()
 
 
@@ -129,11 +129,11 @@ class Fp8Linear(LinearMethodBase):
     one after the other (with blocks, a projection's last one may be ragged).
     """
 
-    def __init__(self, name: str, recipe: Fp8Recipe, products: Backend, fmt: Format) -> None:
+    def __init__(self, name: str, recipe: Fp8Recipe, products: Backend) -> None:
         self.name = name
         self.recipe = recipe
         self.products = products
-        self.format = fmt
+        self.format = Format.of_weight(recipe.weight)
 
     def scale_rows(self, rows: int, columns: int) -> int:
         """Rows of descales of a projection [rows, columns]."""

@@ -15,6 +15,7 @@ from tests.pipeline.conftest import SHORT, TINY
 
 pytestmark = pytest.mark.pipeline
 
+SMOLLM2 = TINY.parent / "smollm2"
 FP8RL = [str(Path(sys.executable).parent / "fp8rl")]
 
 
@@ -36,7 +37,8 @@ def test_validate_and_explain():
     assert "valid" in done.stdout
     done = call("explain", path, "seed=5")
     assert done.returncode == 0
-    for text in ("command line", "base.yaml", "default", "emulated", "fp8_block", "embed_tokens"):
+    shown = ("command line", "base.yaml", "default", "FP8 (block scaling", "fp8_block", "embed_tokens")
+    for text in shown:
         assert text in done.stdout
 
 
@@ -49,6 +51,10 @@ def test_bad_input_is_refused_with_exit_code_2_before_anything_starts(tmp_path):
         (
             ["run", str(TINY / "bf16.yaml"), "model.path=/nowhere", "warm_start.steps=0"],
             "no config.json",
+        ),
+        (
+            ["run", str(SMOLLM2 / "bf16.yaml"), "model.gguf=package:nowhere_installed/a.gguf"],
+            "no package 'nowhere_installed' is installed here",
         ),
     ):
         done = call(*arguments, f"runs_dir={tmp_path / 'runs'}")

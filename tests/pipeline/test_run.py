@@ -39,7 +39,10 @@ def run(request, run_arm):
 
 
 def context_of(run):
-    return RunContext(run=run.summary["run"], folder=run.journal.folder, recipe=run.recipe)
+    folder = run.journal.folder
+    return RunContext(
+        run=run.summary["run"], folder=folder, model_dir=folder / "model", recipe=run.recipe
+    )
 
 
 def mlflow_client(run):
@@ -252,6 +255,7 @@ def test_a_failing_run_says_so_everywhere_and_leaves_nothing_running(runs_dir, r
     experiment = client.get_experiment_by_name("fp8rl").experiment_id
     found = client.search_runs([experiment], "tags.`fp8rl.run` = 'test-failing'")
     assert [r.info.status for r in found] == ["FAILED"]
-    failed = RunContext(run="test-failing", folder=runs_dir / "test-failing", recipe=recipe)
+    folder = runs_dir / "test-failing"
+    failed = RunContext(run="test-failing", folder=folder, model_dir=folder / "model", recipe=recipe)
     with pytest.raises(ValueError, match="Failed to look up actor"):
         ray.get_actor(failed.actor_name("engine"), NAMESPACE)

@@ -1,6 +1,7 @@
 """A real run of SmolLM2-135M in FP8 on both sides, and its mismatch computed a second time."""
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -73,8 +74,9 @@ def test_run_ends_and_reports(finished):
     for n in (1, 2):
         texts = from_parquet(journal.read_file(n, "rollout", "rollouts.parquet"))["text"]
         assert len(texts) == recipe.rollout.prompts * recipe.rollout.samples
-        assert all(text.isprintable() or "\n" in text for text in texts)
-        assert any(character.isdigit() for text in texts for character in text)
+        # It talks in words and answers with numbers: noise would do neither.
+        assert sum(bool(re.search(r"[0-9]", text)) for text in texts) > len(texts) // 2
+        assert sum(bool(re.search(r"[a-z]{3}", text)) for text in texts) > 0
 
 
 def test_mismatch_agrees_with_transformers_on_the_same_tokens(finished):

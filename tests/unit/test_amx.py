@@ -248,10 +248,10 @@ def test_kernel_brings_no_second_thread_pool():
 
 def test_reasons_are_told_and_nothing_is_compiled_without_the_cpu(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(amx, "_cpu_info", lambda: ("old", {"avx512f"}))
+    monkeypatch.setattr(amx, "cpu_flags", lambda: {"avx512f"})
     assert str(amx._load()).startswith("this CPU has no AMX-BF16 (lacks amx_tile")
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(amx, "_cpu_info", lambda: ("new", set(amx._CPU_FLAGS)))
+    monkeypatch.setattr(amx, "cpu_flags", lambda: set(amx.AMX_FLAGS))
     with monkeypatch.context() as without:
         without.setattr(amx, "_thread_pool", lambda: None)
         assert "no GOMP_parallel" in str(amx._load())

@@ -100,6 +100,9 @@ def test_tokenizer_splits_digits_first_and_has_the_chat_template(tmp_path):
         ({"pre": "strange"}, GgufError, r"tokenizer\.ggml\.pre='strange'"),
         ({"eos_token_id": 0}, GgufError, "ends a turn with '<|im_end|>'"),
         ({"leave_out": "model.layers.1.mlp.up_proj.weight"}, GgufError, "do not make up the model"),
+        ({"extra_tensor": "rope_freqs.weight"}, GgufError, "does not have: rope_freqs.weight"),
+        ({"extra_tensor": "blk.0.attn_q.bias"}, GgufError, r"does not have: blk\.0\.attn_q\.bias"),
+        ({"rope_scaling": "linear"}, GgufError, "scaled rotary embedding is not supported"),
     ],
 )
 def test_files_that_would_convert_to_something_else_are_refused(tmp_path, changes, error, message):

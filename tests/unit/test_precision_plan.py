@@ -114,10 +114,16 @@ def test_regex_is_anchored_and_a_bad_one_is_refused():
     deep = replace(DIMS, layers=12)
     rules = PlanRules(Format.FP8_BLOCK, include=("re:model\\.layers\\.1\\..*",))
     assert {n.split(".")[2] for n in fp8_names(rules, deep)} == {"1"}
-    with pytest.raises(PrecisionPlanError, match="matches no whole name"):
+    with pytest.raises(PrecisionPlanError, match="matches no linear's whole name"):
         make_plan(PlanRules(Format.FP8_BLOCK, include=("re:layers",)), DIMS)
     with pytest.raises(PrecisionPlanError, match=r"exclude: 're:\(' is no regular expression"):
         make_plan(PlanRules(Format.FP8_BLOCK, exclude=("re:(",)), DIMS)
+
+
+@pytest.mark.parametrize("pattern", ["model.embed_tokens", "*norm", "lm_head"])
+def test_include_of_what_is_never_quantised_is_refused(pattern):
+    with pytest.raises(PrecisionPlanError, match="matches no linear's whole name"):
+        make_plan(PlanRules(Format.FP8_BLOCK, include=(pattern,)), DIMS)
 
 
 def test_sides_that_quantise_different_parameters_are_refused():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from fp8rl.device import resolve
+from fp8rl.device import resolve, settled
 from fp8rl.model.source import model_dims
 from fp8rl.model.tiny import tiny_dims
 from fp8rl.numerics.formats import ScaleRule
@@ -19,7 +19,7 @@ from fp8rl.recipe.rules import (
     rollout_fp8,
     warnings,
 )
-from fp8rl.recipe.schema import CorrectionMode, Device, Linear, Recipe
+from fp8rl.recipe.schema import CorrectionMode, Device, Fp8Backend, Linear, Recipe
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = CONFIGS / "tiny"
@@ -44,7 +44,8 @@ def write(folder: Path, name: str, text: str) -> Path:
     "path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda p: f"{p.parent.name}-{p.stem}"
 )
 def test_every_shipped_recipe_is_valid(path, runs_dir):
-    require_runnable(load_recipe(path, [f"runs_dir={runs_dir}"]).recipe)
+    recipe = load_recipe(path, [f"runs_dir={runs_dir}"]).recipe
+    assert check(recipe, model_dims(recipe)) == []
 
 
 @pytest.mark.parametrize("folder", ["tiny", "smollm2"])
@@ -221,6 +222,18 @@ def violated(*overrides: str) -> dict[tuple[str, ...], str]:
         (["task.chat=true"], "task.chat"),
         (["task.system=Be brief."], "task.system"),
         (["precision.backend=torch"], "precision.backend"),
+        (["precision.rollout=fp8", "precision.exclude=['*']"], "precision.rollout"),
+        (
+            ["precision.rollout=fp8", "precision.first_layers_bf16=2", "precision.last_layers_bf16=2"],
+            "precision.rollout",
+        ),
+        (
+            [
+                *("precision.rollout=fp8", "precision.learner=fp8"),
+                *("precision.include=['*.1.*']", "precision.exclude=['*.1.*']"),
+            ],
+            "precision.learner",
+        ),
         (["precision.backend=transformer_engine"], "precision.backend"),
     ],
 )
@@ -270,6 +283,25 @@ def test_resolver_says_what_runs_each_part():
         resolve(recipe.model_copy(update={"device": Device.CUDA}))
 
 
+def test_auto_takes_amx_where_it_can_run_and_amx_is_refused_where_it_cannot(monkeypatch):
+    from fp8rl import device
+
+    auto = load_recipe(TINY / "fp8-e2e.yaml").recipe
+    asked = load_recipe(TINY / "fp8-e2e.yaml", ["precision.backend=amx"]).recipe
+    monkeypatch.setattr(device, "cpu_flags", lambda: set(device.AMX_FLAGS))
+    monkeypatch.setattr(device.shutil, "which", lambda _: "/usr/bin/g++")
+    assert resolve(auto).fp8_backend == resolve(asked).fp8_backend == "amx"
+    assert settled(auto).precision.backend is Fp8Backend.AMX
+    monkeypatch.setattr(device.shutil, "which", lambda _: None)
+    assert resolve(auto).fp8_backend == "reference"
+    with pytest.raises(RecipeError, match=r"no C\+\+ compiler .* precision.backend=reference"):
+        resolve(asked)
+    monkeypatch.setattr(device, "cpu_flags", lambda: {"avx512f"})
+    assert settled(auto).precision.backend is Fp8Backend.REFERENCE
+    with pytest.raises(RecipeError, match="this CPU has no amx_bf16"):
+        resolve(asked)
+
+
 def test_default_recipe_is_valid_and_bf16():
     recipe = Recipe()
     assert check(recipe, model_dims(recipe)) == []
@@ -286,6 +318,31 @@ def test_sides_with_different_scales_are_warned_of():
     assert rollout_fp8(recipe.precision).weight.rule is ScaleRule.FP32
     one_side = ["precision.rollout=fp8", "precision.rollout_scales.weights=pow2"]
     assert warnings(load_recipe(TINY / "bf16.yaml", one_side).recipe) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["precision.learner_format=hybrid"], "precision.learner_format=hybrid has no effect"),
+        (["precision.scaling=tensor"], "precision.scaling has no effect: no linear is in FP8"),
+        (["precision.backend=reference"], "precision.backend has no effect"),
+        (
+            [
+                "precision.rollout=fp8",
+                "precision.scaling=mxfp8",
+                "precision.rollout_scales.weights=pow2",
+            ],
+            "precision.rollout_scales has no effect: MXFP8 has UE8M0 scales",
+        ),
+        (
+            ["precision.rollout=fp8", "precision.scaling=tensor"],
+            "depend on what it was batched with, on both",
+        ),
+    ],
+)
+def test_keys_without_effect_are_warned_of(overrides, says):
+    assert any(says in text for text in warnings(load_recipe(TINY / "bf16.yaml", overrides).recipe))
+    assert warnings(load_recipe(TINY / "fp8-e2e.yaml").recipe) == []
 
 
 def test_hybrid_and_scaling_reach_the_numerics():

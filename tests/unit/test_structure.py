@@ -62,8 +62,9 @@ def test_environment_lacks_only_what_the_lock_leaves_out_on_purpose():
     assert not unexpected
 
 
-def test_readme_is_whole_and_its_pictures_exist():
-    text = (ROOT / "README.md").read_text()
-    assert "@@" not in text
-    for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
-        assert (ROOT / picture).is_file(), picture
+def test_pages_are_whole_and_what_they_link_exists():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = page.read_text()
+        assert "@@" not in text
+        for linked in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
+            assert (page.parent / linked).is_file(), f"{page.name}: {linked}"

@@ -5,7 +5,8 @@
     torch       torch.nn.functional.scaled_mm: FP8 tensor cores with nothing but PyTorch (Hopper)
 
 `transformer_engine` is not among them: there Megatron-core builds Transformer Engine's own layers
-(fp8rl/model/transformer_engine.py). A backend is chosen by name and never swapped for another.
+(fp8rl/model/transformer_engine.py, not wired up yet). A backend is chosen by name and never swapped
+for another.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,9 @@ from torch import Tensor
 from fp8rl.numerics.formats import BackendError, Fp8Recipe, Scheme
 from fp8rl.numerics.quantise import Quantised
 
-BACKENDS = ("reference", "amx", "torch")
+# By name; a module called `torch` would hide the package of that name inside this one.
+_MODULES = {"reference": "reference", "amx": "amx", "torch": "scaled_mm"}
+BACKENDS = tuple(_MODULES)
 
 
 @dataclass(frozen=True)
@@ -98,14 +101,16 @@ class Backend(Protocol):
 
 def backend(name: str) -> Backend:
     """The backend `name`. Raises BackendError for an unknown one."""
+    if name == "transformer_engine":
+        raise BackendError(
+            "transformer_engine is no backend of products: Megatron-core builds its layers, and the "
+            "learner's CUDA side is not wired up yet. Set precision.backend to another"
+        )
     if name not in BACKENDS:
         raise BackendError(f"no FP8 backend {name!r}; there are {', '.join(BACKENDS)}")
     module: Backend = import_module(f"fp8rl.numerics.backends.{_MODULES[name]}").BACKEND
     return module
 
-
-# `torch` would hide the package of that name inside this one.
-_MODULES = {"reference": "reference", "amx": "amx", "torch": "scaled_mm"}
 
 GRADIENT = "output gradient"
 

@@ -60,21 +60,22 @@ class Amx:
 
     def prepare(self, weight: FusedWeight) -> _Prepared:
         projections, scheme = weight.projections, weight.forward[0].scheme
-        values = projections.join([part.values().bfloat16() for part in weight.forward])
+        # One byte an element: while few tokens are decoded, reading the weights is what takes time.
+        codes = projections.join([part.codes for part in weight.forward])
         scales = projections.join(
             [_per_row(part.scale_inv, scheme, len(part.codes)) for part in weight.forward]
         )
-        groups = _runs(values.shape[1], scheme.tile[1])
-        forward = amx.pack_right(values, scales, groups, contract=1)
+        groups = _runs(codes.shape[1], scheme.tile[1])
+        forward = amx.pack_right(codes, scales, groups, contract=1)
         if weight.backward is None:
             return _Prepared(projections, forward, groups, None, ())
         scheme = scheme.turned()
-        columns = values.shape[1]
-        values = torch.cat([part.values().bfloat16() for part in weight.backward])
+        columns = codes.shape[1]
+        codes = torch.cat([part.codes for part in weight.backward])
         turned = Scheme(scheme.element, (scheme.tile[1], scheme.tile[0]), scheme.rule)
         scales = torch.cat([_per_row(p.scale_inv.t(), turned, columns).t() for p in weight.backward])
         cuts = tuple(run for size in projections.sizes for run in _runs(size, scheme.tile[0]))
-        backward = amx.pack_right(values, scales.contiguous(), cuts, contract=0)
+        backward = amx.pack_right(codes, scales, cuts, contract=0)
         return _Prepared(projections, forward, groups, backward, cuts)
 
     def forward(self, x: Tensor, prepared: _Prepared, scheme: Scheme) -> Tensor:
@@ -107,9 +108,9 @@ class Amx:
             scale = projections.join_columns(scales)
         else:
             values, scale = parts[0][0], scales[0]
-        left = amx.pack_left(values, scale.contiguous(), groups, contract=0)
+        left = amx.pack_left(values, scale, groups, contract=0)
         values, scale = quantise_values(x, recipe.input.turned(), name="activation")
-        scale = scale.expand(len(groups), x.shape[1]).contiguous()
+        scale = scale.expand(len(groups), x.shape[1])
         right = amx.pack_right(values, scale, groups, contract=0)
         return amx.product(left, right, torch.float32)
 
