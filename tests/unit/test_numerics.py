@@ -282,9 +282,10 @@ def test_pass_cut_among_threads_has_the_bits_of_the_definition(case, monkeypatch
         for count in (2, 3):
             cuts.clear()
             with threads(count):
+                allowed = torch.get_num_threads()  # vLLM, once started here, binds it to the cores
                 got, descale = quantise_values(x, case.scheme)
-            down = scale_inv.shape[0]
-            assert cuts == ([min(count, down)] if down > 1 else [])
+            parts = min(allowed, scale_inv.shape[0])
+            assert cuts == ([parts] if parts > 1 else [])
             assert torch.equal(descale.view(torch.int32), scale_inv.view(torch.int32))
             assert torch.equal(got.float().view(torch.int32), values.view(torch.int32))
 
