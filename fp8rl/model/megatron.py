@@ -62,7 +62,8 @@ def _layer_spec() -> ModuleSpec:
     )
 
 
-def _config(dims: ModelDims) -> TransformerConfig:
+def transformer_config(dims: ModelDims, **more: Any) -> TransformerConfig:
+    """Megatron-core's config of a model of `dims`. more: fields that the device or backend decides."""
     return TransformerConfig(
         num_layers=dims.layers,
         hidden_size=dims.hidden,
@@ -77,8 +78,7 @@ def _config(dims: ModelDims) -> TransformerConfig:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        params_dtype=torch.float32,
-        **CPU_CONFIG,
+        **more,
     )
 
 
@@ -108,7 +108,7 @@ class PolicyModel(nn.Module):
         self.table = name_table(dims)
         self.compute_dtype = compute_dtype
         self.gpt = GPTModel(
-            _config(dims),
+            transformer_config(dims, params_dtype=torch.float32, **CPU_CONFIG),
             _layer_spec(),
             vocab_size=dims.vocab,
             max_sequence_length=dims.max_positions,

@@ -3,10 +3,11 @@
 NOT RUN YET: no GPU was at hand. The fields, names and rules below are held against Megatron-core's
 own source by tests/contract/test_transformer_engine.py; nothing here has met a Transformer Engine.
 
-Megatron-core builds TE's layers (`layer_spec`) and runs them under TE's own quantisation. So this is
-no backend of ours: TE quantises what it is given, the fused and interleaved weights, and its grid of
-128x128 blocks is that of our projections only where head and shard sizes are multiples of 128.
-Without TE Megatron-core trains in FP32 with `fp8` set and says nothing; `require` is the guard.
+Megatron-core builds TE's layers (`build`) and runs them under TE's own quantisation. The learner does
+not ask for them yet: it has no CUDA side. TE quantises what it is given, the fused and interleaved
+weights, and its grid of 128x128 blocks is that of our projections only where head and shard sizes are
+multiples of 128. Without TE Megatron-core trains in FP32 with `fp8` set and says nothing; `require`
+is the guard.
 
 Imports without torch and without Megatron-core, so that a recipe can be checked anywhere.
 """
@@ -108,6 +109,29 @@ def layer_spec() -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     return get_gpt_layer_with_transformer_engine_spec()
+
+
+def build(dims: ModelDims, precision: Precision) -> Any:
+    """Megatron-core's GPTModel with TE's layers in FP8, BF16 parameters, on the current CUDA device.
+
+    Its parameters are named as `parameter_name` says. `environment` has to be set before. Not run yet.
+    Raises BackendError as `require`.
+    """
+    spec = layer_spec()
+    import torch
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from fp8rl.model.megatron import transformer_config
+
+    return GPTModel(
+        transformer_config(dims, bf16=True, params_dtype=torch.bfloat16, **config_fields(precision)),
+        spec,
+        vocab_size=dims.vocab,
+        max_sequence_length=dims.max_positions,
+        share_embeddings_and_output_weights=dims.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=dims.rope_theta,
+    )
 
 
 def parameter_name(megatron_name: str) -> str:

@@ -58,8 +58,29 @@ def test_megatron_without_transformer_engine_trains_unquantised_and_we_refuse():
     if fp8_utils.HAVE_TE:
         pytest.skip("Transformer Engine is installed")
     assert "nullcontext()" in inspect.getsource(fp8_utils.get_fp8_context)
-    with pytest.raises(BackendError, match="would train in FP32 and not say so"):
-        te.layer_spec()
+    for ask in (te.layer_spec, lambda: te.build(DIMS, precision())):
+        with pytest.raises(BackendError, match="would train in FP32 and not say so"):
+            ask()
+
+
+def test_model_is_built_of_arguments_that_megatron_has(monkeypatch):
+    """Transformer Engine is not here: its spec and the model that it goes into are stood in for."""
+    from megatron.core.models.gpt import gpt_model
+
+    built = {}
+
+    def model(config, spec, **options):
+        inspect.signature(real).bind(config, spec, **options)
+        built.update(config=config, spec=spec)
+        return "model"
+
+    real = gpt_model.GPTModel
+    monkeypatch.setattr(gpt_model, "GPTModel", model)
+    monkeypatch.setattr(te, "layer_spec", lambda: "spec")
+    assert te.build(DIMS, precision(learner_format="hybrid")) == "model"
+    config = built["config"]
+    assert (config.fp8, config.fp8_recipe, config.bf16) == ("hybrid", "blockwise", True)
+    assert (config.num_query_groups, config.kv_channels) == (DIMS.kv_heads, DIMS.head_dim)
 
 
 def test_norms_are_held_by_the_layer_that_they_feed():
