@@ -2,7 +2,7 @@
 
 Prints JSON: rollout_tokens_per_sec (all answers of the greatest length), learner_step_s,
 requantize_s, publish_s, load_s and calibrate_kv_s, medians of warmed-up repeats; mismatch, the panel of
-one iteration before training. --mismatch: that alone.
+one iteration before training. --mismatch: that alone. --turns: see benchmarks/turns.py.
 On a CPU the FP8 linears are emulated: their times say what the emulation costs here, and nothing
 about FP8 speed on a GPU.
 """
@@ -164,8 +164,24 @@ def measure(recipe: Recipe, folder: Path, *, timed: bool) -> dict[str, Any]:
     return results
 
 
+def take_turns(recipe: Recipe, folder: Path) -> None:
+    """Says "ready", then generates once for each line that comes in and says the tokens/s."""
+    bench = Bench(recipe, folder)
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        started = time.perf_counter()
+        completions = bench.engine.generate(bench.requests, version=0, ignore_end=True)
+        seconds = time.perf_counter() - started
+        print(f"turn {sum(len(c.tokens) for c in completions) / seconds}", flush=True)
+
+
 def main(arguments: list[str]) -> None:
-    """RECIPE [--mismatch] [overrides]: prints JSON on the last line."""
+    """RECIPE [--mismatch | --turns] [overrides]: prints JSON on the last line, or takes turns."""
+    if "--turns" in arguments:
+        path, *overrides = [argument for argument in arguments if argument != "--turns"]
+        with tempfile.TemporaryDirectory() as temporary:
+            take_turns(load_recipe(path, overrides).recipe, Path(temporary))
+        return
     timed = "--mismatch" not in arguments
     path, *overrides = [argument for argument in arguments if argument != "--mismatch"]
     with tempfile.TemporaryDirectory() as temporary:

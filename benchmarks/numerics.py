@@ -16,6 +16,7 @@ import torch
 
 from benchmarks import record
 from benchmarks.pipeline import ARMS, CONFIGS, measure_arms, print_arms, ratios
+from benchmarks.turns import over_first, rollout_in_turns
 from fp8rl.device import compute_environment, resolve
 from fp8rl.numerics.formats import Scaling, activation_scheme
 from fp8rl.numerics.quantise import quantise
@@ -74,12 +75,14 @@ def panel(arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Measures, prints and writes."""
     speeds = quantizer_elsewhere()
+    turns = rollout_in_turns(SMOLLM2, ("bf16", "fp8-rollout", "fp8-rollout-kv"))
+    rollout = over_first(turns)
     arms = measure_arms(SMOLLM2, label="FP32 scales")
     pow2 = measure_arms(SMOLLM2, "--mismatch", *POW2, arms=FP8_ARMS, label="power-of-two scales")
     found = ratios(arms)
     values = {
-        "rollout_fp8_kv_over_bf16": found["rollout_fp8_kv_over_bf16"],
-        "rollout_fp8_over_bf16": found["rollout_fp8_over_bf16"],
+        "rollout_fp8_kv_over_bf16": rollout["fp8-rollout-kv"],
+        "rollout_fp8_over_bf16": rollout["fp8-rollout"],
         "learner_step_fp8_over_bf16": found["learner_step_fp8_over_bf16"],
         "requantize_s": found["requantize_s"],
         **speeds,
@@ -87,7 +90,7 @@ def main() -> None:
     print_arms("Arms on SmolLM2-135M (FP8 linears emulated on the CPU)", arms, values)
     recipe = load_recipe(SMOLLM2 / "fp8-e2e-kv.yaml").recipe
     about = {"fp8_backend": resolve(recipe).fp8_backend, "model": "SmolLM2-135M-Instruct"}
-    print(record.write("numerics", {**values, **about, "arms": arms}))
+    print(record.write("numerics", {**values, **about, "rollout_turns": turns, "arms": arms}))
     print(record.write("mismatch", {**about, **panel(arms), "power_of_two_scales": panel(pow2)}))
 
 
