@@ -38,14 +38,16 @@ def convert(file: Path, folder: Path) -> None:
     do not make up the model and for a tokenizer that would not be the model's own.
     """
     import torch
+    from gguf import GGUFReader
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-    _require_all_known(file)
+    reader = GGUFReader(file)
+    _require_all_known(reader)
     source = {"gguf_file": file.name, "local_files_only": True}
     config = AutoConfig.from_pretrained(file.parent, **source)
     dims = dims_from_hf(_plain(config), source=file.name)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
-    _set_pre_tokenizer(tokenizer, file)
+    _set_pre_tokenizer(tokenizer, reader)
     _require_end_token(tokenizer)
     weights = _weights(file, config)
     if dims.tied_embeddings:
@@ -62,11 +64,8 @@ def convert(file: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _require_all_known(file: Path) -> None:
+def _require_all_known(reader: Any) -> None:
     """Raises GgufError where the file holds what transformers would leave out of the model."""
-    from gguf import GGUFReader
-
-    reader = GGUFReader(file)
     unknown = [tensor.name for tensor in reader.tensors if not _TENSOR.fullmatch(tensor.name)]
     if unknown:
         raise GgufError(
@@ -105,11 +104,10 @@ def _weights(file: Path, config: Any) -> dict[str, Any]:
     return weights
 
 
-def _set_pre_tokenizer(tokenizer: Any, file: Path) -> None:
-    from gguf import GGUFReader
+def _set_pre_tokenizer(tokenizer: Any, reader: Any) -> None:
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
-    fields = GGUFReader(file).fields
+    fields = reader.fields
     if fields["tokenizer.ggml.model"].contents() != "gpt2":
         return  # no splitting by a pattern
     held = fields.get("tokenizer.ggml.pre")

@@ -4,7 +4,7 @@ vLLM calls `register` in each of its processes (entry point group `vllm.general_
 is asked for by the model config that the engine passes:
 
     quantization_config = {"quant_method": "fp8rl", "formats": {vLLM parameter name: format},
-                           "scaling": ..., "weights": ..., "activations": ..., "backend": ...}
+                           "precision": the recipe's section, "backend": its name}
 
 (`quantization_config` writes it.) FP8 linears hold E4M3 codes and FP32 descales, one grid of tiles
 over each Hugging Face projection, and compute with the backend that is named. BF16 linears are
@@ -32,8 +32,9 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from fp8rl.model.precision import FORMAT_OF_DTYPE, Format
 from fp8rl.numerics.backends import Backend, FusedWeight, Projections, backend
-from fp8rl.numerics.formats import Fp8Recipe, ScaleRule, Scaling, fp8_recipe
+from fp8rl.numerics.formats import Fp8Recipe
 from fp8rl.numerics.quantise import NonFiniteError, Quantised
+from fp8rl.recipe.rules import rollout_fp8
 from fp8rl.recipe.schema import Precision
 
 METHOD = "fp8rl"
@@ -51,9 +52,7 @@ def quantization_config(
     return {
         "quant_method": METHOD,
         "formats": {name: fmt.value for name, fmt in formats.items()},
-        "scaling": precision.scaling.value,
-        "weights": precision.rollout_scales.weights.value,
-        "activations": precision.rollout_scales.activations.value,
+        "precision": precision.model_dump(mode="json"),
         "backend": fp8_backend,
     }
 
@@ -84,11 +83,7 @@ class Fp8rlConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Fp8rlConfig":
         formats = {name: Format(value) for name, value in config["formats"].items()}
-        recipe = fp8_recipe(
-            Scaling(config["scaling"]),
-            weights=ScaleRule(config["weights"]),
-            activations=ScaleRule(config["activations"]),
-        )
+        recipe = rollout_fp8(Precision.model_validate(config["precision"]))
         products = backend(config["backend"])
         if any(fmt.is_fp8 for fmt in formats.values()):
             products.check(recipe)

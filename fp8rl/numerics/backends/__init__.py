@@ -9,7 +9,7 @@
 for another.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
@@ -124,13 +124,11 @@ def along_outputs(dy: Tensor, scheme: Scheme, projections: Projections) -> list[
     return projections.split_columns(dy)
 
 
-def along_tokens(
-    dy: Tensor, scheme: Scheme, projections: Projections, quantise: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """`dy` [T, N] through `quantise` in tiles along the tokens, in fused order.
+def along_tokens(dy: Tensor, scheme: Scheme, projections: Projections) -> list[Tensor]:
+    """`dy` [T, N] as it is, or cut by projection where a tile of `scheme` would cross them.
 
-    Only a tile as wide as the tensor (one scale for all of it) can cross projections here.
+    `scheme` lies along the tokens: only a tile as wide as the tensor (one scale for all) crosses.
     """
     if scheme.tile[1] is not None or len(projections.sizes) == 1:
-        return quantise(dy)
-    return projections.join_columns([quantise(part) for part in projections.split_columns(dy)])
+        return [dy]
+    return projections.split_columns(dy)

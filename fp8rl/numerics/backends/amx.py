@@ -18,6 +18,7 @@ from fp8rl.numerics.backends import (
     FusedWeight,
     Projections,
     along_outputs,
+    along_tokens,
 )
 from fp8rl.numerics.formats import Fp8Recipe, Scheme
 from fp8rl.numerics.quantise import quantise_values, spread
@@ -69,12 +70,11 @@ class Amx:
         forward = amx.pack_right(codes, scales, groups, contract=1)
         if weight.backward is None:
             return _Prepared(projections, forward, groups, None, ())
-        scheme = scheme.turned()
+        # The backward parts lie turned: seen from their inputs, their tiles are those of `scheme`.
         columns = codes.shape[1]
         codes = torch.cat([part.codes for part in weight.backward])
-        turned = Scheme(scheme.element, (scheme.tile[1], scheme.tile[0]), scheme.rule)
-        scales = torch.cat([_per_row(p.scale_inv.t(), turned, columns).t() for p in weight.backward])
-        cuts = tuple(run for size in projections.sizes for run in _runs(size, scheme.tile[0]))
+        scales = torch.cat([_per_row(p.scale_inv.t(), scheme, columns).t() for p in weight.backward])
+        cuts = tuple(run for size in projections.sizes for run in _runs(size, scheme.tile[1]))
         backward = amx.pack_right(codes, scales, cuts, contract=0)
         return _Prepared(projections, forward, groups, backward, cuts)
 
@@ -97,17 +97,16 @@ class Amx:
     def wgrad(self, dy: Tensor, x: Tensor, recipe: Fp8Recipe, projections: Projections) -> Tensor:
         scheme = recipe.gradient.turned()
         groups = _runs(len(dy), scheme.tile[0])
-        whole = scheme.tile[1] is None and len(projections.sizes) > 1
         parts = [
             quantise_values(part, scheme, name=GRADIENT)
-            for part in (projections.split_columns(dy) if whole else [dy])
+            for part in along_tokens(dy, scheme, projections)
         ]
         scales = [s.expand(len(groups), v.shape[1]) for v, s in parts]
-        if whole:
+        if len(parts) == 1:
+            values, scale = parts[0][0], scales[0]
+        else:
             values = projections.join_columns([v for v, _ in parts])
             scale = projections.join_columns(scales)
-        else:
-            values, scale = parts[0][0], scales[0]
         left = amx.pack_left(values, scale, groups, contract=0)
         values, scale = quantise_values(x, recipe.input.turned(), name="activation")
         scale = scale.expand(len(groups), x.shape[1])

@@ -52,9 +52,10 @@ class Reference:
 
     def wgrad(self, dy: Tensor, x: Tensor, recipe: Fp8Recipe, projections: Projections) -> Tensor:
         scheme = recipe.gradient.turned()
-        left = along_tokens(
-            dy, scheme, projections, lambda part: round_trip(part, scheme, name=GRADIENT)
-        )
+        parts = [
+            round_trip(part, scheme, name=GRADIENT) for part in along_tokens(dy, scheme, projections)
+        ]
+        left = parts[0] if len(parts) == 1 else projections.join_columns(parts)
         return left.t() @ round_trip(x, recipe.input.turned(), name="activation")
 
 

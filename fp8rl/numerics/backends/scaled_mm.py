@@ -44,6 +44,7 @@ from fp8rl.numerics.backends import (
     FusedWeight,
     Projections,
     along_outputs,
+    along_tokens,
 )
 from fp8rl.numerics.elements import DTYPES
 from fp8rl.numerics.formats import BLOCK, E4M3, Fp8Recipe, ScaleRule, Scheme, Tile
@@ -284,18 +285,15 @@ class ScaledMm:
     def wgrad(self, dy: Tensor, x: Tensor, recipe: Fp8Recipe, projections: Projections) -> Tensor:
         """q(dy)^T . q(x): dy [T, N], x [T, K] -> FP32 [N, K] in fused order. Raises NonFiniteError."""
         scheme = recipe.gradient.turned()
-        # Only a scale for the whole tensor can cross projections: tiles lie along the tokens.
-        apart = scheme.tile == (None, None) and len(projections.sizes) > 1
-        parts = projections.split_columns(dy) if apart else [dy]
         turned = self._quantise(x, recipe.input.turned(), "activation")
         right = _operand(turned, over_rows=True)
         products = [
             self._multiply(
                 _operand(self._quantise(part, scheme, GRADIENT), over_rows=True), right, torch.float32
             )
-            for part in parts
+            for part in along_tokens(dy, scheme, projections)
         ]
-        return projections.join(products) if apart else products[0]
+        return products[0] if len(products) == 1 else projections.join(products)
 
     def _quantise(self, x: Tensor, scheme: Scheme, name: str) -> Quantised:
         if self.use_triton and x.is_cuda:
