@@ -17,14 +17,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flows.environment import embedded_home, set_environment
+from flows.environment import embedded_home, set_environment, stop_leftover_servers
 from fp8rl import progress
-from fp8rl.journal import Journal, RunExistsError
+from fp8rl.identity import IdentityError
+from fp8rl.journal import JournalError
+from fp8rl.lock import LockedError
 from fp8rl.model.dims import UnsupportedModelError
 from fp8rl.recipe.load import LoadedRecipe, load_recipe
 from fp8rl.recipe.rules import RecipeError, warnings
 from fp8rl.recipe.schema import Recipe
-from fp8rl.tracking import tracking_uri
+from fp8rl.rewind import RewindError
+from fp8rl.runs import NoRunError, Run, RunExistsError
+from fp8rl.tracking_server import TrackingError, tracking_uri
 
 app = typer.Typer(
     help="GRPO reinforcement learning of language models in FP8, as a pipeline.",
@@ -43,12 +47,18 @@ Overrides = Annotated[
 ]
 
 
+_FOR_THE_USER = (
+    *(RecipeError, RewindError, RunExistsError, NoRunError, UnsupportedModelError),
+    *(LockedError, JournalError, IdentityError, TrackingError),
+)
+
+
 @contextmanager
 def _user_errors() -> Iterator[None]:
     """What the user can put right is said in words, without a trace."""
     try:
         yield
-    except (RecipeError, RunExistsError, UnsupportedModelError) as error:
+    except _FOR_THE_USER as error:
         errors.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
 
@@ -66,9 +76,9 @@ def _require_runnable(recipe: Recipe) -> None:
     with progress.listening(_say):
         require_runnable(recipe)
     if recipe.name is not None:
-        journal = Journal(Path(recipe.runs_dir).resolve() / recipe.name)
-        if journal.folder.exists():
-            raise RunExistsError(journal.describe())
+        run = Run(Path(recipe.runs_dir).resolve() / recipe.name)
+        if run.folder.exists():
+            raise RunExistsError(run.describe())
 
 
 def _say(event: progress.Event) -> None:
@@ -119,10 +129,89 @@ def run(recipe: RecipePath, overrides: Overrides = None) -> None:
     with _user_errors():
         loaded = _checked(recipe, overrides)
         _start_environment(loaded.recipe)
-        with _stopping_ray():
-            summary = _train(loaded.recipe)
-    _print_summary({loaded.recipe.arm or "run": summary}, "Result")
-    _print_where(loaded.recipe, summary)
+        _train_and_tell(loaded.recipe)
+
+
+RunsDir = Annotated[Path, typer.Option("--runs-dir", help="The runs folder")]
+RunName = Annotated[str, typer.Argument(help="A run's name; `fp8rl runs` lists them")]
+
+
+@app.command()
+def resume(
+    name: RunName,
+    overrides: Overrides = None,
+    from_step: Annotated[
+        str | None, typer.Option(help="Do a step and all after it again: train@4, or train")
+    ] = None,
+    fork: Annotated[
+        str | None, typer.Option(help="Name of a new run that starts from a checkpoint of this one")
+    ] = None,
+    at: Annotated[int | None, typer.Option(help="The iteration whose checkpoint a fork takes")] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Carry a run on from the step that failed, or that was never reached."""
+    from flows.cli_runs import prepare_resume
+
+    runs = runs_dir.resolve()
+    with _user_errors():
+        recipe, run = prepare_resume(
+            runs, name, overrides or [], from_step=from_step, fork_as=fork, at=at, console=console
+        )
+        _start_environment(recipe)
+        _train_and_tell(recipe, run)
+
+
+@app.command()
+def runs(runs_dir: RunsDir = Path("runs")) -> None:
+    """List the runs: state, last committed step, why they stopped, and what resumes them."""
+    from flows.cli_runs import list_runs
+
+    list_runs(runs_dir.resolve(), console)
+
+
+@app.command()
+def verify(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
+    """Check every digest of a run, and name what is damaged or missing."""
+    from flows.cli_runs import verify as check
+
+    with _user_errors():
+        if not check(Run.find(runs_dir.resolve(), name), console):
+            raise typer.Exit(1)
+
+
+@app.command()
+def clean(
+    names: Annotated[list[str] | None, typer.Argument(help="Runs; all of them without")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete it")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Show what runs hold that they do not need, and delete it with --yes."""
+    from flows.cli_runs import clean as free
+
+    with _user_errors():
+        free(runs_dir.resolve(), names or [], yes=yes, console=console)
+
+
+@app.command()
+def reap(runs_dir: RunsDir = Path("runs")) -> None:
+    """Put right what killed processes left: records, MLflow, Prefect, leftover servers."""
+    from flows.cli_runs import reap as put_right
+
+    set_environment(str(runs_dir))
+    with _user_errors():
+        put_right(runs_dir.resolve(), console)
+
+
+@app.command()
+def watch(
+    within: Annotated[float, typer.Option(help="Seconds without a heartbeat")] = 90.0,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Have the Prefect server mark runs as crashed whose machine is gone (an automation)."""
+    from flows.automations import install_zombie_automation
+
+    set_environment(str(runs_dir))
+    console.print(asyncio.run(install_zombie_automation(within)), highlight=False)
 
 
 @app.command()
@@ -145,18 +234,34 @@ def demo(overrides: Overrides = None) -> None:
 
 def _start_environment(recipe: Recipe) -> None:
     """Sets up the embedded services where the user has configured none, and says which are used."""
+    for pid in stop_leftover_servers(recipe.runs_dir):
+        console.print(f"stopped a Prefect server left by a killed run (process {pid})")
     where = set_environment(recipe.runs_dir)
     ray = os.environ.get("RAY_ADDRESS", "embedded")
     line = f"Prefect: {where}. Ray: {ray}. MLflow: {tracking_uri(recipe)}"
     console.print(line, soft_wrap=True, highlight=False)
 
 
-def _train(recipe: Recipe) -> dict[str, Any]:
+def _train_and_tell(recipe: Recipe, resume: str | None = None) -> None:
+    from prefect.exceptions import CancelledRun
+
+    with _stopping_ray():
+        try:
+            summary = _train(recipe, resume)
+        except CancelledRun as stopped:
+            console.print(str(stopped), style="yellow", soft_wrap=True, highlight=False)
+            return
+    _print_summary({recipe.arm or "run": summary}, "Result")
+    _print_where(recipe, summary)
+
+
+def _train(recipe: Recipe, resume: str | None = None) -> dict[str, Any]:
     from flows.live_view import LiveView
     from flows.training import train
 
-    with LiveView(console, f"{recipe.name or recipe.arm}: {recipe.iterations} iterations"):
-        return asyncio.run(train(recipe))
+    with LiveView(console, f"{resume or recipe.name or recipe.arm}: {recipe.iterations} iterations"):
+        summary: dict[str, Any] = asyncio.run(train(recipe, resume))
+        return summary
 
 
 @contextmanager

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fp8rl.journal import Journal, write_atomic
+from fp8rl.files import write_atomic
+from fp8rl.journal import Journal
 from fp8rl.recipe.load import load_recipe
 from fp8rl.recipe.schema import Recipe
 from fp8rl.report import plot_arms
@@ -35,5 +36,5 @@ def run_demo(
     folder = runs / "demo"
     write_atomic(folder / "summary.json", json.dumps(arms, indent=1).encode())
     journals = {arm: Journal(runs / summary["run"]) for arm, summary in arms.items()}
-    plot_arms(journals, first.iterations, folder / "arms.png")
+    plot_arms(journals, folder / "arms.png")
     return arms, folder

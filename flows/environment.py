@@ -8,6 +8,8 @@ command, whose database is kept in the runs folder.
 import os
 from pathlib import Path
 
+from fp8rl.lock import is_alive, process_start
+
 _QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
@@ -34,13 +36,19 @@ def configured_prefect() -> str | None:
     return str(profiles) if profiles.is_file() else None
 
 
-def set_environment(runs_dir: str) -> str:
-    """Sets what is unset; returns in words which Prefect is used."""
+def set_quiet() -> None:
+    """Sets what keeps Prefect, Ray and MLflow from calling home, where it is unset."""
     for key, value in _QUIET.items():
         os.environ.setdefault(key, value)
+
+
+def set_environment(runs_dir: str) -> str:
+    """Sets what is unset; returns in words which Prefect is used."""
+    set_quiet()
     configured = configured_prefect()
     if configured is not None:
         return f"yours ({configured})"
+    _mark_owner()
     home = embedded_home(runs_dir)
     home.mkdir(parents=True, exist_ok=True)
     os.environ["PREFECT_HOME"] = str(home)
@@ -48,3 +56,39 @@ def set_environment(runs_dir: str) -> str:
     os.environ["PREFECT_SERVER_MEMO_STORE_PATH"] = str(home / "memo_store.toml")
     os.environ["PREFECT_RESULTS_LOCAL_STORAGE_PATH"] = str(home / "storage")
     return f"embedded, in {home}"
+
+
+# Which process started an embedded server: inherited by it, read when that process is gone.
+_OWNER = "FP8RL_OWNER"
+
+
+def _mark_owner() -> None:
+    pid = os.getpid()
+    os.environ[_OWNER] = f"{pid}:{process_start(pid)}"
+
+
+def stop_leftover_servers(runs_dir: str) -> list[int]:
+    """Stops embedded Prefect servers of this runs folder whose command was killed; their process ids.
+
+    Two servers on one SQLite file would wait for each other's locks.
+    """
+    import psutil
+
+    home = str(embedded_home(runs_dir))
+    stopped = []
+    for process in psutil.process_iter(["cmdline"]):
+        if not any("prefect.server" in word for word in process.info["cmdline"] or []):
+            continue
+        try:
+            environment = process.environ()
+            pid, _, started = environment.get(_OWNER, "").partition(":")
+            if environment.get("PREFECT_HOME") != home or not pid or is_alive(int(pid), float(started)):
+                continue
+            process.terminate()
+            psutil.wait_procs([process], timeout=10)
+            if process.is_running():
+                process.kill()
+            stopped.append(process.pid)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, ValueError):
+            continue
+    return stopped

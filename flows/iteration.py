@@ -4,44 +4,67 @@ import time
 from typing import Any
 
 from prefect import flow
+from prefect.states import Completed
 
 from fp8rl.context import RunContext
-from fp8rl.journal import StepRecord
-from fp8rl.report import iteration_metrics
+from fp8rl.journal import ITERATION, StepRecord
+from fp8rl.report import iteration_metrics, merged_metrics
+from tasks.checkpoint import due, start_checkpoint
 from tasks.evaluate import evaluate
 from tasks.recalibrate_kv import recalibrate_kv
 from tasks.requantize import requantize
 from tasks.reward import reward
-from tasks.rollout import rollout
+from tasks.rollout import forget_chunks, rollout
 from tasks.train import train
+
+# What a retried flow run is shown for an iteration that was done before.
+_CACHED: Any = Completed(name="Cached", message="committed before")
 
 
 @flow(name="iteration", flow_run_name="{context.run}/{iteration}", validate_parameters=False)
-async def iteration(context: RunContext, iteration: int) -> dict[str, Any]:
-    """rollout -> reward -> train -> requantize -> recalibrate_kv (-> evaluate every k).
+async def iteration(context: RunContext, iteration: int) -> Any:
+    """rollout -> reward -> train -> requantize -> recalibrate_kv (-> evaluate, checkpoint every k).
 
-    Returns the iteration's record: the metrics of all steps and its wall time, from rollout to new
-    weights in the engine (the evaluation is not part of it).
+    Each step that is committed already is taken from the journal. Commits the iteration's record: the
+    metrics of all steps and its wall time, from rollout to new weights in the engine (evaluation and
+    checkpoint are not part of it; of an iteration that was interrupted, the time of its steps).
     """
+    if context.journal.is_committed(iteration, ITERATION):
+        return _CACHED
     started = time.perf_counter()
-    records = [
-        await step(context, iteration) for step in (rollout, reward, train, requantize, recalibrate_kv)
-    ]
-    seconds = time.perf_counter() - started
+    records = [await rollout(context, iteration)]
+    forget_chunks(context, iteration)
+    for step in (reward, train, requantize, recalibrate_kv):
+        records.append(await step(context, iteration))
+    seconds = max(time.perf_counter() - started, sum(record["seconds"] for record in records))
     recipe = context.recipe
     if iteration % recipe.evaluate.every == 0 or iteration == recipe.iterations:
         records.append(await evaluate(context, iteration))
-    metrics = iteration_metrics(records, seconds, recipe)
-    record = context.journal.commit(StepRecord("iteration", iteration, seconds, metrics=metrics), {})
-    return {"iteration": iteration, "metrics": record.metrics, "t_ms": record.t_ms}
+    _commit(context, iteration, seconds, records, iteration_metrics(records, seconds, recipe))
+    if due(context, iteration):
+        await start_checkpoint(context, iteration)
+    return None
 
 
-@flow(name="first-weights", flow_run_name="{context.run}/0", validate_parameters=False)
-async def first_weights(context: RunContext) -> dict[str, Any]:
-    """Iteration 0: the initial weights published, KV calibrated, and evaluated before training."""
-    started = time.perf_counter()
-    records = [await step(context, 0) for step in (requantize, recalibrate_kv, evaluate)]
-    seconds = time.perf_counter() - started
-    metrics = {key: value for record in records for key, value in record["metrics"].items()}
-    record = context.journal.commit(StepRecord("iteration", 0, seconds, metrics=metrics), {})
-    return {"iteration": 0, "metrics": record.metrics, "t_ms": record.t_ms}
+@flow(name="first-weights", flow_run_name="{context.run}/{iteration}", validate_parameters=False)
+async def first_weights(context: RunContext, iteration: int) -> Any:
+    """The weights that the run starts from: published, KV calibrated, evaluated before training."""
+    if context.journal.is_committed(iteration, ITERATION):
+        return _CACHED
+    records = [await step(context, iteration) for step in (requantize, recalibrate_kv, evaluate)]
+    seconds = sum(record["seconds"] for record in records)
+    _commit(context, iteration, seconds, records, merged_metrics(records))
+    return None
+
+
+def _commit(
+    context: RunContext,
+    iteration: int,
+    seconds: float,
+    records: list[dict[str, Any]],
+    metrics: dict[str, float],
+) -> None:
+    """Commits the iteration's record, with its last step's time: made again, it has the same."""
+    t_ms = max(record["t_ms"] for record in records)
+    record = StepRecord(ITERATION, iteration, seconds, metrics=metrics, t_ms=t_ms)
+    context.journal.commit(record, {})

@@ -1,5 +1,6 @@
 """The live view of a run in the terminal: what is going on, and the last iterations."""
 
+import math
 import time
 from collections import deque
 from contextlib import AbstractContextManager
@@ -65,6 +66,9 @@ class LiveView(AbstractContextManager["LiveView"]):
             )
         elif event.kind == "step":
             self.bar.update(self._task, description=f"iteration {event.iteration}: {event.text}")
+        elif event.kind == "chunk" and event.total > 1:
+            text = f"iteration {event.iteration}: rollout, chunk {event.done + 1} of {event.total}"
+            self.bar.update(self._task, description=text)
         elif event.kind == "iteration":
             self._accuracy = event.metrics.get("val/accuracy", self._accuracy)
             self._rows.append((event.iteration, event.metrics | {"accuracy": self._accuracy}))
@@ -105,4 +109,6 @@ def _cells(number: int, metrics: dict[str, float]) -> list[str]:
         ("perf/tokens_per_sec_per_gpu", "{:,.0f}"),
         *((f"timing/{step}_s", "{:.2f}") for step in STEPS),
     )
-    return [str(number), *(f.format(metrics[n]) if n in metrics else "" for n, f in formats)]
+    cells = (metrics.get(name, math.nan) for name, _ in formats)
+    texts = zip(cells, formats, strict=True)
+    return [str(number), *("" if math.isnan(v) else f.format(v) for v, (_, f) in texts)]

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fp8rl.journal import write_atomic
+from fp8rl.files import write_atomic
 from fp8rl.numerics.engine_rules import Operand
 from fp8rl.numerics.formats import Scaling
 from fp8rl.numerics.parity import (

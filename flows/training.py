@@ -1,11 +1,14 @@
-"""A training run: prepare, then iterations, with one MLflow run from beginning to end."""
+"""A training run: prepare, then iterations, with one MLflow run from beginning to end.
 
-import os
+The same flow begins a run, carries one on, and is what a retry in the Prefect UI runs again: what is
+committed is taken from the journal, and the rest is done.
+"""
+
+import time
 from contextlib import ExitStack
-from datetime import datetime
-from pathlib import Path
 from typing import Any
 
+import psutil
 from prefect import flow
 from prefect.artifacts import (
     acreate_progress_artifact,
@@ -14,97 +17,197 @@ from prefect.artifacts import (
 )
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
+from prefect.states import Cancelled
 
+from flows.environment import set_quiet
+from flows.hooks import put_right_after
 from flows.iteration import first_weights, iteration
-from fp8rl import machine, progress
+from flows.opening import Opened, open_run
+from flows.reap import put_right
+from flows.restart import StartTimes
+from fp8rl import progress
 from fp8rl.context import RunContext
-from fp8rl.device import compute_environment, resolve, settled
-from fp8rl.journal import Journal, process_start
+from fp8rl.device import resolve
+from fp8rl.journal import ITERATION
 from fp8rl.model.precision import both_sides, count_formats
-from fp8rl.model.source import describe_model, model_folder
-from fp8rl.preflight import require_runnable
-from fp8rl.recipe.load import check_name, to_yaml
 from fp8rl.recipe.rules import warnings
 from fp8rl.recipe.schema import Recipe
 from fp8rl.report import summarise
+from fp8rl.runs import State
 from fp8rl.tracking import Tracker
+from tasks.checkpoint import (
+    finish_checkpoint,
+    is_checkpointed,
+    save_before_leaving,
+    start_checkpoint,
+)
 from tasks.prepare import open_engines, precision_report, prepare_data, warm_start
 from tasks.ray_runtime import release, start_ray
 
 
-def run_name(recipe: Recipe) -> str:
-    """The recipe's name for the run, or one made of date and arm."""
-    return recipe.name or f"{datetime.now():%Y%m%d-%H%M%S}-{recipe.arm or 'run'}"
+class StopInOrder(Exception):
+    """The run is to stop here, checkpointed; the text says why."""
 
 
-@flow(name="train", flow_run_name="{recipe.arm}")
-async def train(recipe: Recipe = Recipe()) -> dict[str, Any]:  # noqa: B008  a frozen model
+def _flow_run_name() -> str:
+    given = flow_run.get_parameters()
+    recipe = given.get("recipe") or {}
+    values = recipe if isinstance(recipe, dict) else recipe.model_dump()
+    return given.get("resume") or values.get("name") or values.get("arm") or "train"
+
+
+@flow(
+    name="train",
+    flow_run_name=_flow_run_name,
+    on_crashed=[put_right_after],
+    on_cancellation=[put_right_after],
+)
+async def train(
+    recipe: Recipe = Recipe(),  # noqa: B008  a frozen model
+    resume: str | None = None,
+) -> Any:
     """Trains `recipe` from its first iteration to its last; returns the run's summary.
 
-    Raises RecipeError before any engine starts, and RunExistsError where the run's name is taken.
+    resume: name of a run in recipe.runs_dir to carry on with instead, by its own recipe. A run that
+    stops in good order (recipe.stop) ends as Cancelled, and can be retried or resumed.
+    Raises RecipeError, RunExistsError, NoRunError, LockedError or JournalError before any engine
+    starts.
     """
-    require_runnable(recipe)
-    backends = resolve(recipe)
-    run = run_name(recipe)
-    check_name(run)
-    runs = Path(recipe.runs_dir).resolve()
-    journal = Journal.create(runs, run, to_yaml(recipe), _about(recipe))
-    context = RunContext(
-        run=run,
-        folder=journal.folder,
-        model_dir=model_folder(recipe) or journal.folder / "model",
-        recipe=settled(recipe),
+    set_quiet()  # a worker starts this flow without the command
+    times = StartTimes(psutil.Process().create_time())
+    opened = open_run(recipe, resume, str(flow_run.get_id()))
+    times.mark("journal and checkpoints checked")
+    run, context = opened.run, opened.context()
+    ends = State("failed", "the process ended before it could say why")
+    tracker = Tracker(
+        opened.recipe,
+        run=run.name,
+        run_id=run.id,
+        folder=run.folder,
+        records=run.journal.iterations,
+        tags=_tags(opened),
     )
-    status, state = "FAILED", "failed"
     with ExitStack() as at_the_end:
-        # Whatever happens, and whichever of these fails: no engine is left running, and both records
-        # say how the run ended.
-        at_the_end.callback(lambda: journal.finish(state))
-        for warning in warnings(recipe):
-            get_run_logger().warning(warning)
-            progress.emit(progress.Event("note", f"warning: {warning}"))
-        progress.emit(progress.Event("phase", "MLflow and Ray start"))
-        tracker = Tracker(recipe, run, _tags(recipe))
-        at_the_end.callback(lambda: tracker.end(status))
+        # Whatever happens, and whichever of these fails: no engine is left running, all records say
+        # how the run ended, and the lock is given up last.
+        at_the_end.callback(opened.lock.release)
+        at_the_end.callback(lambda: run.end_attempt(opened.attempt, ends))
+        at_the_end.callback(lambda: _say_pending(tracker))
+        at_the_end.callback(lambda: _end_tracking(tracker, ends))
         at_the_end.callback(release, context)
+        at_the_end.enter_context(times.listening())
         try:
+            await put_right(run.folder.parent, but=run.name)
+            _say_notes(opened)
+            progress.emit(progress.Event("phase", "MLflow and Ray start"))
+            tracker.start(may_be_away=opened.resumed)
+            context = context.model_copy(update={"mlflow_run": tracker.run_id})
+            times.mark("MLflow")
             start_ray()
-            tracker.log_json("backends.json", {key: str(v) for key, v in vars(backends).items()})
-            summary = await _train(context, tracker)
-            status, state = "FINISHED", "finished"
+            times.mark("Ray")
+            tracker.put_json(
+                "backends.json", {key: str(v) for key, v in vars(resolve(opened.recipe)).items()}
+            )
+            summary = await _train(context, opened, tracker, times)
+            ends = State("finished")
             return summary
+        except StopInOrder as stop:
+            ends = State("stopped", str(stop))
+            message = f"{stop}. Retry, or fp8rl resume {run.name}"
+            return Cancelled(name="Stopped", message=message)
         except BaseException as error:
             # Cancelled, interrupted or told to terminate: not an error of the run's own.
-            if not isinstance(error, Exception):
-                status, state = "KILLED", "cancelled"
+            own = isinstance(error, Exception)
+            ends = State("failed" if own else "cancelled", _reason(error))
+            if not own:
+                progress.emit(progress.Event("note", save_before_leaving(context)))
             raise
 
 
-async def _train(context: RunContext, tracker: Tracker) -> dict[str, Any]:
-    recipe = context.recipe
-    tracker.log_json("data.json", await prepare_data(context))
-    await warm_start(context)
-    learner = await open_engines(context)
+async def _train(
+    context: RunContext, opened: Opened, tracker: Tracker, times: StartTimes
+) -> dict[str, Any]:
+    recipe, origin = context.recipe, context.origin
+    began = time.monotonic()
+    data = await prepare_data(context, origin)
+    tracker.put_json("data.json", data["output"])
+    await warm_start(context, origin)
+    times.mark("prompts and first weights")
+    learner: list[dict[str, str]] = []
+    if opened.position.iteration <= recipe.iterations:
+        learner = await open_engines(context, opened.position.version)
+        times.mark("engines")
     bar = await acreate_progress_artifact(progress=0.0, key=_key(context.run, "progress"))
-    _log(tracker, context, await first_weights(context))
-    engine = await precision_report(context)
-    columns = both_sides(learner, engine["parameters"])
-    tracker.log_table("precision.json", columns)
-    tracker.log_json("kv_cache.json", {"requested": recipe.precision.kv_cache, **engine["kv_cache"]})
-    _say_precision(columns, engine["kv_cache"])
-    for number in range(1, recipe.iterations + 1):
-        _log(tracker, context, await iteration(context, number))
+    said, slowest = False, 0.0
+    for number in range(opened.first_iteration(), recipe.iterations + 1):
+        started = time.monotonic()
+        if number > origin:
+            await _stop_if_asked(context, number, began, slowest)
+        await _iterate(context, number, is_retry=opened.is_retry)
+        said = said or await _say_precision(context, learner, tracker)
+        tracker.flush()
+        _emit(context, number)
+        await finish_checkpoint(context, block=False)
         await aupdate_progress_artifact(bar, progress=100.0 * number / recipe.iterations)
-    summary = summarise(context.journal, recipe.iterations)
+        slowest = max(slowest, time.monotonic() - started)
+        await _say_times(context, opened, times)
+    await _last_checkpoint(context, recipe.iterations)
+    summary = summarise(context.journal)
     summary |= {"run": context.run, "arm": recipe.arm, "mlflow_run": tracker.run_id}
-    tracker.log_json("summary.json", summary)
+    tracker.put_json("summary.json", summary)
     rows = [{"what": key, "value": str(value)} for key, value in summary.items()]
     await acreate_table_artifact(rows, key=_key(context.run, "summary"), description=context.run)
     return summary
 
 
-def _say_precision(columns: dict[str, list[str]], kv_cache: dict[str, str]) -> None:
-    """One line on what runs: parameters by effective format on each side, and the KV cache."""
+async def _iterate(context: RunContext, number: int, *, is_retry: bool) -> None:
+    """Has iteration `number` committed, by a subflow.
+
+    A retried flow run calls its finished subflows again, since Prefect tells the subflow runs of one
+    flow run apart by the order of their calls; they look into the journal and are shown as Cached.
+    """
+    part = first_weights if number == context.origin else iteration
+    if is_retry or not context.journal.is_committed(number, ITERATION):
+        state = await part(context, number, return_state=True)
+        if not state.is_completed():
+            await state.aresult()  # raises what the step raised
+
+
+async def _stop_if_asked(context: RunContext, number: int, began: float, slowest: float) -> None:
+    """Stops before iteration `number` where recipe.stop says so; raises StopInOrder."""
+    stop = context.recipe.stop
+    reason = ""
+    if stop.after_iteration is not None and number > stop.after_iteration:
+        reason = f"stop.after_iteration={stop.after_iteration}"
+    elif stop.time_limit_s is not None:
+        # The slowest so far and a quarter of it for the checkpoint and what was not seen yet.
+        left = stop.time_limit_s - (time.monotonic() - began)
+        if left < 1.25 * slowest:
+            reason = f"stop.time_limit_s={stop.time_limit_s:g}: {left:.0f} s are left"
+    if reason:
+        await _last_checkpoint(context, number - 1)
+        raise StopInOrder(f"stopped after iteration {number - 1} ({reason})")
+
+
+async def _last_checkpoint(context: RunContext, version: int) -> None:
+    """Has a whole checkpoint of `version` on the disk, also where one was lost with its learner."""
+    for _ in range(context.recipe.retry.attempts + 1):
+        await finish_checkpoint(context, block=True)
+        if version == context.origin or is_checkpointed(context, version):
+            return
+        await start_checkpoint(context, version)
+    await finish_checkpoint(context, block=True)
+
+
+async def _say_precision(context: RunContext, learner: list[dict[str, str]], tracker: Tracker) -> bool:
+    """Compares what both sides really run and tells it; False before the engine's first forward."""
+    engine = await precision_report(context)
+    if not engine:
+        return False
+    columns = both_sides(learner, engine["parameters"])
+    kv_cache = engine["kv_cache"]
+    tracker.put_table("precision.json", columns)
+    tracker.put_json("kv_cache.json", {"requested": context.recipe.precision.kv_cache, **kv_cache})
     text = (
         f"effective precision: rollout {count_formats(columns['rollout_effective'])}; "
         f"KV cache {kv_cache['dtype']} ({kv_cache['storage']}); "
@@ -112,18 +215,68 @@ def _say_precision(columns: dict[str, list[str]], kv_cache: dict[str, str]) -> N
     )
     get_run_logger().info(text)
     progress.emit(progress.Event("note", text))
+    return True
 
 
-def _log(tracker: Tracker, context: RunContext, done: dict[str, Any]) -> None:
-    tracker.log_metrics(done["iteration"], done["metrics"], done["t_ms"])
+async def _say_times(context: RunContext, opened: Opened, times: StartTimes) -> None:
+    """Tells once what the start cost, by part."""
+    parts = times.take()
+    if not parts:
+        return
+    opened.run.update_attempt(opened.attempt, start_s=parts, first_new_step=times.first_step)
+    rows = [{"part": part, "seconds": seconds} for part, seconds in parts.items()]
+    text = f"from the command to {times.first_step}, the first new step"
+    await acreate_table_artifact(rows, key=_key(context.run, "start"), description=text)
+    if opened.resumed:
+        parts_said = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items())
+        progress.emit(progress.Event("note", f"{text} (s): {parts_said}"))
+
+
+def _say_notes(opened: Opened) -> None:
+    """What a reader of the log should know before the first step."""
+    position = opened.position
+    notes = [f"warning: {warning}" for warning in warnings(opened.recipe)] + opened.notes
+    if opened.resumed:
+        since = "the initial weights" if position.checkpoint is None else "its checkpoint"
+        notes.append(
+            f"run {opened.run.name} goes on at iteration {position.iteration}; the learner at weight "
+            f"version {position.version}, from {since} and {position.replay} replayed training steps"
+        )
+    for note in notes:
+        get_run_logger().warning(note)
+        progress.emit(progress.Event("note", note))
+
+
+def _emit(context: RunContext, number: int) -> None:
     progress.emit(
         progress.Event(
             "iteration",
-            iteration=done["iteration"],
+            iteration=number,
             total=context.recipe.iterations,
-            metrics=done["metrics"],
+            metrics=context.journal.record(number, ITERATION).metrics,
         )
     )
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else ""
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+_MLFLOW = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "stopped": "KILLED"}
+
+
+def _end_tracking(tracker: Tracker, ends: State) -> None:
+    tracker.set_status(_MLFLOW[ends.state], ends.reason or None)
+    tracker.flush()
+
+
+def _say_pending(tracker: Tracker) -> None:
+    pending = tracker.pending()
+    if pending:
+        text = f"MLflow has not got {pending} yet; `fp8rl reap` sends it once the server is back"
+        progress.emit(progress.Event("note", text))
 
 
 def _key(run: str, what: str) -> str:
@@ -132,7 +285,8 @@ def _key(run: str, what: str) -> str:
     return text.strip("-")
 
 
-def _tags(recipe: Recipe) -> dict[str, str]:
+def _tags(opened: Opened) -> dict[str, str]:
+    recipe = opened.recipe
     tags = {
         "fp8rl.arm": recipe.arm or "",
         "fp8rl.recipe_digest": recipe.digest(),
@@ -140,23 +294,11 @@ def _tags(recipe: Recipe) -> dict[str, str]:
         "prefect.flow_run_id": str(flow_run.get_id()),
         "prefect.flow_run_name": str(flow_run.get_name()),
     }
+    parent = opened.run.about.get("parent")
+    if parent is not None:
+        tags["fp8rl.parent"] = f"{parent['run']}@{parent['version']}"
+        tags["fp8rl.parent_id"] = parent["id"]
     url = str(flow_run.get_flow_run_ui_url())
     if url.startswith("http"):  # the embedded server has no page of its own
         tags["prefect.flow_run_url"] = url
     return tags
-
-
-def _about(recipe: Recipe) -> dict[str, Any]:
-    """What the run was started with: all that can change its bits."""
-    return {
-        "arm": recipe.arm,
-        "recipe_digest": recipe.digest(),
-        "model": describe_model(recipe),
-        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "pid": os.getpid(),
-        "pid_started": process_start(os.getpid()),
-        "prefect_flow_run": str(flow_run.get_id()),
-        "machine": machine.describe(),
-        "backends": {key: str(value) for key, value in vars(resolve(recipe)).items()},
-        "environment": compute_environment(recipe),
-    }

@@ -11,7 +11,8 @@ from fp8rl.recipe.schema import Recipe
 
 class RunContext(BaseModel):
     """run: its name. folder: of the run. model_dir: Hugging Face folder of the model, the recipe's own
-    or the tiny one in the run. Folders are absolute: actors may have another working directory.
+    or the tiny one in the run. Folders are absolute: actors may have another working directory. origin:
+    the weight version that the run starts from, above 0 for a fork. mlflow_run: id of its MLflow run.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -20,6 +21,8 @@ class RunContext(BaseModel):
     folder: Path
     model_dir: Path
     recipe: Recipe
+    origin: int = 0
+    mlflow_run: str | None = None
 
     @property
     def journal(self) -> Journal:

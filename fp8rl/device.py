@@ -113,10 +113,13 @@ def _cpu_fp8_backend(precision: Precision) -> str:
 
 
 def settled(recipe: Recipe) -> Recipe:
-    """`recipe` with `auto` answered for this machine: every process of a run uses one backend."""
-    name = resolve(recipe).fp8_backend
-    precision = recipe.precision.model_copy(update={"backend": Fp8Backend(name)})
-    return recipe.model_copy(update={"precision": precision})
+    """`recipe` with what is left to the machine answered: the backend of FP8 products and the number
+    of threads. Every process of a run uses the same, also where it is resumed on another machine,
+    since the bits depend on both.
+    """
+    backends = resolve(recipe)
+    precision = recipe.precision.model_copy(update={"backend": Fp8Backend(backends.fp8_backend)})
+    return recipe.model_copy(update={"precision": precision, "threads": backends.threads})
 
 
 def compute_environment(recipe: Recipe) -> dict[str, str]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Event:
-    """kind: "phase" (text, done, total), "step" (text, iteration), "iteration" (iteration, metrics),
-    "note" (text).
+    """kind: "phase" (text, done, total), "step" (a step begins: text, iteration), "cached" (it was
+    committed before), "chunk" (of a rollout: iteration, done, total), "restored" (the learner: metrics
+    load_s, replay_s, replayed), "iteration" (iteration, metrics), "note" (text).
     """
 
     kind: str

@@ -11,6 +11,11 @@ from fp8rl.recipe.schema import Recipe
 STEPS = ("rollout", "reward", "train", "requantize", "recalibrate_kv")
 
 
+def merged_metrics(records: list[dict[str, Any]]) -> dict[str, float]:
+    """The metrics of all step records of an iteration, as one."""
+    return {key: value for record in records for key, value in record["metrics"].items()}
+
+
 def iteration_metrics(
     records: list[dict[str, Any]], seconds: float, recipe: Recipe
 ) -> dict[str, float]:
@@ -19,7 +24,7 @@ def iteration_metrics(
     tokens/s/GPU: prompt and response tokens of the iteration / its whole wall time / devices (a CPU
     machine counts as one). learner tokens/s: the same tokens / the train step's time.
     """
-    metrics = {key: value for record in records for key, value in record["metrics"].items()}
+    metrics = merged_metrics(records)
     metrics |= {f"timing/{record['step']}_s": record["seconds"] for record in records}
     train = next(record for record in records if record["step"] == "train")
     tokens = train["output"]["tokens"]
@@ -29,13 +34,13 @@ def iteration_metrics(
     return metrics
 
 
-def summarise(journal: Journal, iterations: int) -> dict[str, Any]:
-    """The summary of a finished run.
+def summarise(journal: Journal) -> dict[str, Any]:
+    """The summary of a run whose iterations are done.
 
     Accuracies before the first and after the last iteration; mismatch, throughput and times: median
     over the iterations after the first, which warms caches up (the first where it is the only one).
     """
-    records = [journal.record(n, "iteration") for n in range(iterations + 1)]
+    records = journal.iterations()
     first, last = records[0].metrics, records[-1].metrics
     steady = records[2:] or records[1:]
 
@@ -43,7 +48,7 @@ def summarise(journal: Journal, iterations: int) -> dict[str, Any]:
         return statistics.median(record.metrics[name] for record in steady)
 
     return {
-        "iterations": iterations,
+        "iterations": records[-1].iteration,
         "val_accuracy_before": first["val/accuracy"],
         "val_accuracy_after": last["val/accuracy"],
         "val_greedy_before": first["val/greedy_accuracy"],
@@ -86,7 +91,7 @@ def comparison_rows(arms: dict[str, dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def plot_arms(journals: dict[str, Journal], iterations: int, path: Path) -> None:
+def plot_arms(journals: dict[str, Journal], path: Path) -> None:
     """Accuracy, reward and mismatch over the iterations, one line for each arm, as a PNG."""
     import matplotlib
 
@@ -100,7 +105,7 @@ def plot_arms(journals: dict[str, Journal], iterations: int, path: Path) -> None
     )
     figure, axes = plt.subplots(1, len(panels), figsize=(13, 3.8))
     for arm, journal in journals.items():
-        records = [journal.record(n, "iteration") for n in range(iterations + 1)]
+        records = journal.iterations()
         for axis, (name, title) in zip(axes, panels, strict=True):
             points = [(r.iteration, r.metrics[name]) for r in records if name in r.metrics]
             axis.plot(*zip(*points, strict=True), label=arm, marker="o" if len(points) < 15 else None)

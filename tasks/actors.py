@@ -40,28 +40,37 @@ class LearnerActor:
         self._warm_start.learner.save(folder)
         self._warm_start = None
 
-    def open(self, context: RunContext) -> list[dict[str, str]]:
-        """Builds the learner with the run's initial weights as version 0.
+    def status(self) -> dict[str, int | None]:
+        """The weight version held; None before any, and in the middle of a training step."""
+        return {"version": None if self._learner is None else self._learner.version}
 
-        Returns the table of requested and effective precision.
+    def restore(self, context: RunContext, checkpoint: Path | None) -> int:
+        """Takes up the state in a checkpoint's folder, or the run's initial weights as version 0 with a
+        fresh optimiser; returns the version.
         """
         from fp8rl.learner.learner import Learner
 
         self._learner = Learner(context.model_dir, context.recipe)
-        self._learner.load(context.model_dir, 0)
-        return self._learner.precision_table()
+        if checkpoint is None:
+            self._learner.load(context.model_dir, 0)
+            return 0
+        return self._learner.restore(checkpoint)
 
-    def version(self) -> int | None:
-        return None if self._learner is None else self._learner.version
+    def precision_table(self) -> list[dict[str, str]]:
+        """Requested and effective precision of every parameter, after a forward pass."""
+        return self.learner.precision_table()
 
     @property
     def learner(self) -> "Learner":
         if self._learner is None:
-            raise RuntimeError("the learner actor was not opened")
+            raise RuntimeError("the learner actor was given no weights")
         return self._learner
 
-    def train(self, context: RunContext, iteration: int) -> dict[str, Any]:
-        """Trains on the committed rollouts and rewards of `iteration`; see `Learner.train`."""
+    def train(self, context: RunContext, iteration: int, micro_batch: int) -> dict[str, Any]:
+        """Trains on the committed rollouts and rewards of `iteration`; see `Learner.train`.
+
+        weights: digest of the new master weights.
+        """
         import torch
 
         from fp8rl.learner.advantage import grpo_advantages
@@ -77,9 +86,12 @@ class LearnerActor:
         advantages = grpo_advantages(
             torch.tensor(rewards["reward"], dtype=torch.float64), torch.tensor(rollouts["prompt_id"])
         )
-        result = self.learner.train(batch, advantages.float(), iteration=iteration, version=version)
+        result = self.learner.train(
+            batch, advantages.float(), iteration=iteration, version=version, micro_batch=micro_batch
+        )
         return {
             "version": result.version,
+            "weights": self.learner.weights_digest(),
             "metrics": result.metrics,
             "tokens": int(batch.lengths.sum()),
         }
@@ -93,15 +105,17 @@ class LearnerActor:
     def calibrate_kv(self, context: RunContext, iteration: int) -> str:
         """KV scales (JSON) of weight version `iteration`.
 
-        Over that iteration's rollouts; before the first, over the first prompts and their reference
-        answers.
+        Over that iteration's rollouts; before the run's first, over its first prompts and their
+        reference answers.
         """
+        from fp8rl import faults
         from fp8rl.data.prepare import iteration_prompts
         from fp8rl.learner.batch import make_batch
         from fp8rl.tables import from_parquet
 
-        if iteration == 0:
-            columns = iteration_prompts(context.data_dir, context.recipe, 1)
+        faults.point(f"learner:calibrate:{iteration}:middle")
+        if iteration == context.origin:
+            columns = iteration_prompts(context.data_dir, context.recipe, iteration + 1)
             source, responses = "prompts and reference answers", columns["answer_tokens"]
         else:
             content = context.journal.read_file(iteration, "rollout", "rollouts.parquet")
@@ -109,6 +123,18 @@ class LearnerActor:
             source, responses = f"rollouts of iteration {iteration}", columns["tokens"]
         batch = make_batch(columns["prompt_tokens"], responses)
         return self.learner.calibrate_kv(batch, version=iteration, source=source).to_json()
+
+    def start_checkpoint(
+        self, folder: Path, version: int, state: dict[str, Any], asynchronous: bool
+    ) -> None:
+        """Takes a copy of the learner at weight `version` and writes it into `folder`; see
+        `Learner.start_checkpoint`."""
+        self.learner.start_checkpoint(folder, version=version, state=state, asynchronous=asynchronous)
+
+    def finish_checkpoint(self, block: bool) -> int | None:
+        """The version of the checkpoint written last; None where none was begun, or, unless `block`,
+        where it is still being written. Raises what the writing raised."""
+        return self.learner.finish_checkpoint(block=block)
 
 
 def _require_match(rollouts: dict[str, list[Any]], rewards: dict[str, list[Any]], version: int) -> None:
@@ -135,14 +161,21 @@ class EngineActor:
             context.recipe,
             max_len=rollout.max_prompt_tokens + rollout.max_new_tokens,
         )
+        self._has_run = False
         self.tokenizer = AutoTokenizer.from_pretrained(context.model_dir, local_files_only=True)
 
     def status(self) -> dict[str, int | None]:
         """The weight and KV scale versions held."""
         return {"version": self.engine.version, "kv_version": self.engine.kv_version}
 
-    def load_weights(self, folder: Path, version: int) -> str:
-        return self.engine.load_weights(folder, version)
+    def load_weights(self, folder: Path, version: int) -> dict[str, str]:
+        """Loads a published version: its manifest's "digest", or the "fault" of what is there."""
+        from fp8rl.model.published import PublishedWeightsError
+
+        try:
+            return {"digest": self.engine.load_weights(folder, version)}
+        except PublishedWeightsError as error:
+            return {"fault": str(error)}
 
     def apply_kv_scales(self, scales: str) -> list[dict[str, float]]:
         """Applies KV scales (JSON); returns those read back."""
@@ -153,31 +186,35 @@ class EngineActor:
         return [asdict(layer) for layer in self.engine.apply_kv_scales(KvScales.from_json(scales))]
 
     def precision_report(self) -> dict[str, Any]:
-        return self.engine.precision_report()
+        """What the engine really runs; empty before its first forward."""
+        return self.engine.precision_report() if self._has_run else {}
 
-    def rollout(self, iteration: int, version: int) -> tuple[bytes, dict[str, float]]:
-        """Samples of the iteration's prompts: (Parquet, metrics)."""
+    def rollout(self, iteration: int, version: int, chunk: int) -> tuple[bytes, float]:
+        """One chunk of the samples of the iteration's prompts: (Parquet, seconds of generation)."""
         import time
 
+        from fp8rl import faults
         from fp8rl.data.prepare import iteration_prompts
         from fp8rl.rollout.engine import requests_for
+        from fp8rl.rollout.samples import chunk_rows
         from fp8rl.tables import to_parquet
 
         recipe = self.context.recipe
         prompts = iteration_prompts(self.context.data_dir, recipe, iteration)
-        samples = recipe.rollout.samples
+        samples, size = recipe.rollout.samples, recipe.rollout.chunk_size
+        rows = chunk_rows(len(prompts["id"]), samples, size, chunk)
         requests = requests_for(
             prompts["prompt_tokens"], prompts["id"], samples, run_seed=recipe.seed, iteration=iteration
-        )
+        )[chunk * size : (chunk + 1) * size]
         started = time.perf_counter()
         done = self.engine.generate(requests, version=version)
         seconds = time.perf_counter() - started
+        self._has_run = True
+        faults.point(f"engine:rollout:{iteration}:{chunk}:generated")
         self.engine.precision_report()  # raises where a linear did not run the planned format
-        lengths = [len(completion.tokens) for completion in done]
-        logprobs = [value for completion in done for value in completion.logprobs]
         table = {
-            "prompt_id": [i for i in prompts["id"] for _ in range(samples)],
-            "sample": list(range(samples)) * len(prompts["id"]),
+            "prompt_id": [prompts["id"][prompt] for prompt, _ in rows],
+            "sample": [sample for _, sample in rows],
             "seed": [request.seed for request in requests],
             "weight_version": [version] * len(done),
             "prompt_tokens": [request.prompt for request in requests],
@@ -185,19 +222,13 @@ class EngineActor:
             "logprobs": [completion.logprobs for completion in done],
             "finish_reason": [completion.finish for completion in done],
             "text": [self._text(completion.tokens) for completion in done],
-            "entry": [entry for entry in prompts["entry"] for _ in range(samples)],
+            "entry": [prompts["entry"][prompt] for prompt, _ in rows],
         }
-        metrics = {
-            "rollout/response_length_mean": sum(lengths) / len(lengths),
-            "rollout/truncated": sum(c.finish == "length" for c in done) / len(done),
-            # The mean surprisal of what was sampled: an unbiased estimate of the policy's entropy.
-            "rollout/entropy": -sum(logprobs) / len(logprobs),
-            "perf/rollout_tokens_per_sec": sum(lengths) / seconds,
-        }
-        return to_parquet(table), metrics
+        return to_parquet(table), seconds
 
     def evaluate(self, version: int) -> dict[str, list[Any]]:
         """Greedy and sampled answers to the validation prompts, as columns."""
+        from fp8rl import faults
         from fp8rl.data.prepare import read_prompts
         from fp8rl.rollout.engine import requests_for
 
@@ -212,6 +243,8 @@ class EngineActor:
                 val["prompt_tokens"], val["id"], samples, run_seed=recipe.seed, iteration=-version - 1
             )
             done = self.engine.generate(requests, version=version, temperature=temperature)
+            self._has_run = True
+            faults.point(f"engine:evaluate:{version}:{kind}")
             columns["prompt_id"] += [i for i in val["id"] for _ in range(samples)]
             columns["kind"] += [kind] * len(done)
             columns["text"] += [self._text(completion.tokens) for completion in done]

@@ -5,15 +5,22 @@ from typing import Any
 
 from fp8rl.context import RunContext
 from fp8rl.tables import to_parquet
-from tasks.ray_runtime import engine_actor, wait
+from tasks.ensure import ensure_engine
+from tasks.inputs import prompts_digest, weights_inputs
+from tasks.ray_runtime import wait
 from tasks.reward import score, status_shares
 from tasks.step import step
 
 
-@step("evaluate")
+def _inputs(context: RunContext, iteration: int) -> dict[str, Any]:
+    return {**weights_inputs(context, iteration), "prompts": prompts_digest(context, "val")}
+
+
+@step("evaluate", _inputs)
 async def evaluate(context: RunContext, iteration: int) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Writes evaluation.parquet. Accuracy is the share of answers that are right (reward 1)."""
-    columns = await wait(engine_actor(context).evaluate.remote(iteration))
+    engine = await ensure_engine(context, iteration)
+    columns = await wait(engine.evaluate.remote(iteration))
     scores = await score(context.recipe.task, columns["text"], columns["entry"])
     by_kind = {
         kind: statistics.fmean(
@@ -26,6 +33,5 @@ async def evaluate(context: RunContext, iteration: int) -> tuple[dict[str, bytes
     metrics = {"val/accuracy": by_kind["sampled"], "val/greedy_accuracy": by_kind["greedy"]}
     metrics |= {f"val/{name}": share for name, share in status_shares(scores["status"]).items()}
     return {"evaluation.parquet": to_parquet(columns | scores)}, {
-        "inputs": {"weight_version": iteration},
         "metrics": metrics,
     }

@@ -1,7 +1,7 @@
 """What comes before the first iteration: the model's folder, its warm start, the prompts."""
 
+import asyncio
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +9,14 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
-from fp8rl import progress
+from fp8rl import checkpoints, progress
 from fp8rl.context import RunContext
 from fp8rl.device import compute_environment
+from fp8rl.files import copy_atomic, file_sha256, fsync_file, sha256
 from fp8rl.journal import MODEL_FILE
+from tasks.ensure import ensure_learner
 from tasks.ray_runtime import engine_actor, learner_actor, wait
+from tasks.step import step
 
 _STEPS_PER_CALL = 10
 
@@ -29,11 +32,15 @@ def _prepare_data(context: RunContext) -> dict[str, Any]:
     return prepare_data(context.recipe, context.model_dir, context.data_dir)
 
 
-@task(name="prepare_data", cache_policy=NO_CACHE)
-async def prepare_data(context: RunContext) -> dict[str, Any]:
+def _no_inputs(context: RunContext, iteration: int) -> dict[str, Any]:
+    return {}
+
+
+@step("prepare_data", _no_inputs)
+async def prepare_data(context: RunContext, iteration: int) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Writes the tiny model's config and tokenizer, and the run's train and validation prompts.
 
-    Returns the prompts' sizes and fingerprints.
+    Its output: the prompts' sizes and fingerprints.
     """
     import ray
 
@@ -41,18 +48,35 @@ async def prepare_data(context: RunContext) -> dict[str, Any]:
     environment = {"env_vars": compute_environment(context.recipe)}
     remote = ray.remote(_prepare_data).options(num_cpus=1, max_retries=0, runtime_env=environment)
     about: dict[str, Any] = await wait(remote.remote(context))
-    return about
+    return {}, {"output": about, "written": tuple(sorted(context.data_dir.glob("*.parquet")))}
 
 
-@task(name="warm_start", cache_policy=NO_CACHE)
-async def warm_start(context: RunContext) -> None:
-    """Puts the tiny model's warm-started weights into the run.
+@step("warm_start", _no_inputs)
+async def warm_start(context: RunContext, iteration: int) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Settles the weights that the run starts from; its output: their digest.
 
-    They are cached under runs/.cache by what they are made of, and shared by all arms.
+    For the tiny model these are warm-started ones, cached under runs/.cache by what they are made of
+    and shared by all arms; for a fork those of its checkpoint.
     """
+    if context.origin > 0:
+        folder = checkpoints.checkpoint_folder(context.folder, context.origin)
+        return {}, {"output": {"weights": checkpoints.read_manifest(folder).weights_digest}}
+    if not context.recipe.model.is_tiny:
+        return {}, {"output": {"weights": await asyncio.to_thread(_folder_digest, context.model_dir)}}
+    await _warm_start(context)
+    model = context.model_dir / MODEL_FILE
+    return {}, {"output": {"weights": file_sha256(model)}, "written": (model,)}
+
+
+def _folder_digest(folder: Path) -> str:
+    """sha256 over the names and contents of a model folder's weights."""
+    return sha256(
+        "".join(f"{p.name} {file_sha256(p)}\n" for p in sorted(folder.glob("*.safetensors"))).encode()
+    )
+
+
+async def _warm_start(context: RunContext) -> None:
     recipe = context.recipe
-    if not recipe.model.is_tiny:
-        return
     cache = context.folder.parent / ".cache" / "warm_start"
     weights = cache / f"{recipe.warm_start_digest()}.safetensors"
     if weights.is_file():
@@ -62,10 +86,11 @@ async def warm_start(context: RunContext) -> None:
         building = cache / f".{context.run}.{os.getpid()}"
         building.mkdir(exist_ok=True)
         await _train_warm_start(context, building)
+        fsync_file(building / MODEL_FILE)
         (building / MODEL_FILE).replace(weights)  # at once, and the same whoever comes last
         building.rmdir()
     get_run_logger().info("warm start: %s", weights)
-    shutil.copyfile(weights, context.model_dir / MODEL_FILE)
+    copy_atomic(weights, context.model_dir / MODEL_FILE)
 
 
 async def _train_warm_start(context: RunContext, folder: Path) -> None:
@@ -80,17 +105,22 @@ async def _train_warm_start(context: RunContext, folder: Path) -> None:
 
 
 @task(name="open_engines", cache_policy=NO_CACHE)
-async def open_engines(context: RunContext) -> list[dict[str, str]]:
-    """Starts vLLM and builds the learner; returns the learner's table of effective precision."""
+async def open_engines(context: RunContext, version: int) -> list[dict[str, str]]:
+    """Starts vLLM and brings the learner to weight `version`, from a checkpoint and by replay.
+
+    Returns the learner's table of effective precision.
+    """
     progress.emit(progress.Event("phase", "vLLM and Megatron-core start"))
-    engine = engine_actor(context)
-    table: list[dict[str, str]] = await wait(learner_actor(context).open.remote(context))
+    engine = engine_actor(context)  # starts in the background
+    learner = await ensure_learner(context, version)
+    table: list[dict[str, str]] = await wait(learner.precision_table.remote())
+    progress.emit(progress.Event("phase", "vLLM starts"))
     await wait(engine.status.remote())
     return table
 
 
 @task(name="precision_report", cache_policy=NO_CACHE)
 async def precision_report(context: RunContext) -> dict[str, Any]:
-    """What the engine really runs, after its first forward; raises where it is not the plan."""
+    """What the engine really runs; raises where it is not the plan. Empty before its first forward."""
     report: dict[str, Any] = await wait(engine_actor(context).precision_report.remote())
     return report

@@ -5,10 +5,15 @@ import os
 import signal
 from typing import Any
 
+from fp8rl import faults
 from fp8rl.context import RunContext
 from fp8rl.device import compute_environment
 
 NAMESPACE = "fp8rl"
+
+
+class ActorStartError(RuntimeError):
+    """The constructor of an engine or learner raised: a setting that it refuses, a missing file."""
 
 
 def start_ray() -> None:
@@ -59,11 +64,16 @@ def _actor(context: RunContext, kind: str, cls: type, *args: Any) -> Any:
                 num_cpus=0,
                 max_restarts=0,
                 max_task_retries=0,  # an optimiser step must never be applied twice
-                runtime_env={"env_vars": compute_environment(context.recipe)},
+                runtime_env={"env_vars": compute_environment(context.recipe) | _planted()},
             )
             .remote(*args)
         )
     return _handles[name]
+
+
+def _planted() -> dict[str, str]:
+    """Faults that a test planted reach the actors too, also those of a Ray that was up before."""
+    return {key: os.environ[key] for key in (faults.VARIABLE,) if key in os.environ}
 
 
 def learner_actor(context: RunContext) -> Any:
@@ -80,21 +90,32 @@ def engine_actor(context: RunContext) -> Any:
     return _actor(context, "engine", EngineActor, context)
 
 
-def release(context: RunContext) -> None:
-    """Ends the actors of the run, whatever they are doing."""
+def is_new(context: RunContext, kind: str) -> bool:
+    """Whether this process has made no actor of this kind for the run yet."""
+    return context.actor_name(kind) not in _handles
+
+
+def release_actor(context: RunContext, kind: str) -> None:
+    """Ends the run's actor of this kind, whatever it is doing."""
     import ray
 
+    handle = _handles.pop(context.actor_name(kind), None)
+    if handle is not None and ray.is_initialized():
+        ray.kill(handle, no_restart=True)
+
+
+def release(context: RunContext) -> None:
+    """Ends the actors of the run, whatever they are doing."""
     for kind in ("learner", "engine"):
-        handle = _handles.pop(context.actor_name(kind), None)
-        if handle is not None and ray.is_initialized():
-            ray.kill(handle, no_restart=True)
+        release_actor(context, kind)
 
 
 async def wait(ref: Any) -> Any:
     """The value of a Ray reference.
 
     Polls instead of blocking in `ray.get`, which neither a time limit nor a cancellation reaches.
-    Raises what the remote call raised: the exception itself, caused by Ray's own with its trace.
+    Raises what the remote call raised: the exception itself, caused by Ray's own with its trace; and
+    ActorStartError where the actor could not be made.
     """
     import ray
 
@@ -108,16 +129,8 @@ async def wait(ref: Any) -> Any:
         if isinstance(error.cause, Exception):
             raise error.cause from error
         raise
-
-
-async def require_versions(context: RunContext, version: int) -> tuple[Any, Any]:
-    """(engine, learner), both holding weight `version`; raises RuntimeError where one does not."""
-    engine, learner = engine_actor(context), learner_actor(context)
-    status = await wait(engine.status.remote())
-    held = await wait(learner.version.remote())
-    if status["version"] != version or held != version:
-        raise RuntimeError(
-            f"weight version {version} is wanted; the engine holds {status['version']}, the learner "
-            f"{held}. Carrying on from the run folder is not built yet"
-        )
-    return engine, learner
+    except ray.exceptions.RayActorError as error:
+        if "creation task" not in str(error):
+            raise
+        last = str(error).strip().splitlines()[-1]  # what its constructor raised, after the traces
+        raise ActorStartError(f"an actor could not start: {last}") from error

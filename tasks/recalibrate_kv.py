@@ -5,20 +5,32 @@ from typing import Any
 from fp8rl.context import RunContext
 from fp8rl.model.kv_scales import KvScales
 from fp8rl.recipe.schema import Linear
-from tasks.ray_runtime import engine_actor, learner_actor, wait
+from tasks.ensure import ensure_engine, ensure_learner
+from tasks.inputs import file_digest, masters_digest, prompts_digest
+from tasks.ray_runtime import wait
 from tasks.step import step
 
 
-@step("recalibrate_kv")
+def _inputs(context: RunContext, iteration: int) -> dict[str, Any]:
+    inputs = {"weight_version": iteration, "weights": masters_digest(context, iteration)}
+    if context.recipe.precision.kv_cache is not Linear.FP8:
+        return inputs
+    if iteration == context.origin:
+        return inputs | {"prompts": prompts_digest(context, "train")}
+    return inputs | {"rollouts": file_digest(context, iteration, "rollout", "rollouts.parquet")}
+
+
+@step("recalibrate_kv", _inputs)
 async def recalibrate_kv(
     context: RunContext, iteration: int
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Writes kv_scales.json; with a BF16 KV cache there is nothing to calibrate, and it says so."""
     if context.recipe.precision.kv_cache is not Linear.FP8:
         return {}, {"output": {"needed": False}}
-    learner = learner_actor(context)
+    learner = await ensure_learner(context, iteration)
     content: str = await wait(learner.calibrate_kv.remote(context, iteration))
-    used = await wait(engine_actor(context).apply_kv_scales.remote(content))
+    engine = await ensure_engine(context, iteration, scales=False)
+    used = await wait(engine.apply_kv_scales.remote(content))
     scales = KvScales.from_json(content)
     return {"kv_scales.json": content.encode()}, {
         "output": {"needed": True, "weight_version": scales.version, "used": used},

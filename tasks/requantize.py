@@ -3,27 +3,26 @@
 from typing import Any
 
 from fp8rl.context import RunContext
-from tasks.ray_runtime import engine_actor, learner_actor, wait
+from fp8rl.retention import KEPT_VERSIONS
+from tasks.ensure import ensure_learner, load_published
+from tasks.inputs import masters_digest
+from tasks.ray_runtime import wait
 from tasks.step import step
 
-KEPT_VERSIONS = 2
+
+def _inputs(context: RunContext, iteration: int) -> dict[str, Any]:
+    return {"weight_version": iteration, "weights": masters_digest(context, iteration)}
 
 
-@step("requantize")
+@step("requantize", _inputs)
 async def requantize(context: RunContext, iteration: int) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Publishes weight version `iteration` and has the engine load it, without a restart."""
     folder = context.journal.weights_folder(iteration)
-    learner = learner_actor(context)
+    learner = await ensure_learner(context, iteration)
     published = await wait(learner.publish.remote(folder, iteration))
-    loaded = await wait(engine_actor(context).load_weights.remote(folder, iteration))
-    if loaded != published["digest"]:
-        raise RuntimeError(
-            f"weight version {iteration}: the engine loaded {loaded}, "
-            f"published was {published['digest']}"
-        )
+    await load_published(context, iteration, published["digest"])
     context.journal.drop_weights_before(iteration - KEPT_VERSIONS + 1)
     return {}, {
-        "inputs": {"weight_version": iteration},
-        "output": {"weight_version": iteration, "digest": loaded},
+        "output": {"weight_version": iteration, "digest": published["digest"]},
         "metrics": {"sync/bytes": float(published["bytes"])},
     }

@@ -6,6 +6,7 @@ from typing import Any
 from fp8rl.context import RunContext
 from fp8rl.recipe.schema import Task
 from fp8rl.tables import from_parquet, to_parquet
+from tasks.inputs import file_digest
 from tasks.ray_runtime import wait
 from tasks.step import step
 
@@ -44,7 +45,11 @@ def status_shares(statuses: list[str]) -> dict[str, float]:
     return {name: count / len(statuses) for name, count in count_statuses(statuses).items()}
 
 
-@step("reward")
+def _inputs(context: RunContext, iteration: int) -> dict[str, Any]:
+    return {"rollouts": file_digest(context, iteration, "rollout", "rollouts.parquet")}
+
+
+@step("reward", _inputs)
 async def reward(context: RunContext, iteration: int) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Writes rewards.parquet."""
     content = context.journal.read_file(iteration, "rollout", "rollouts.parquet")
@@ -59,5 +64,4 @@ async def reward(context: RunContext, iteration: int) -> tuple[dict[str, bytes],
         "reward/groups_without_signal": statistics.fmean(len(set(group)) == 1 for group in groups),
         **{f"reward/{name}": share for name, share in status_shares(scores["status"]).items()},
     }
-    inputs = {"rollouts": context.journal.record(iteration, "rollout").files["rollouts.parquet"]}
-    return {"rewards.parquet": to_parquet(table)}, {"inputs": inputs, "metrics": metrics}
+    return {"rewards.parquet": to_parquet(table)}, {"metrics": metrics}

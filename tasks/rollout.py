@@ -1,16 +1,72 @@
-"""rollout: the engine samples the iteration's prompts under the current weights."""
+"""rollout: the engine samples the iteration's prompts under the current weights, chunk by chunk.
+
+Each chunk is committed as it comes, so that an engine that dies costs one chunk: what is generated
+again is only what is missing, and comes out the same.
+"""
 
 from typing import Any
 
+from fp8rl import faults, progress
 from fp8rl.context import RunContext
-from tasks.ray_runtime import require_versions, wait
+from fp8rl.journal import JournalError, StepRecord
+from fp8rl.rollout.samples import join, rollout_metrics
+from fp8rl.tables import from_parquet, to_parquet
+from tasks.ensure import ensure_engine
+from tasks.inputs import prompts_digest, weights_inputs
+from tasks.ray_runtime import wait
 from tasks.step import step
 
 
-@step("rollout")
+def _inputs(context: RunContext, iteration: int) -> dict[str, Any]:
+    prompts = prompts_digest(context, "train")
+    return {**weights_inputs(context, iteration - 1), "prompts": prompts}
+
+
+@step("rollout", _inputs)
 async def rollout(context: RunContext, iteration: int) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Writes rollouts.parquet."""
     version = iteration - 1
-    engine, _ = await require_versions(context, version)
-    table, metrics = await wait(engine.rollout.remote(iteration, version))
-    return {"rollouts.parquet": table}, {"inputs": {"weight_version": version}, "metrics": metrics}
+    journal = context.journal
+    sizes = context.recipe.rollout
+    chunks = [f"rollout.{i:04d}" for i in range(-(-sizes.prompts * sizes.samples // sizes.chunk_size))]
+    inputs = {"recipe": context.recipe.step_digest(), **_inputs(context, iteration)}
+    records = []
+    for number, chunk in enumerate(chunks):
+        progress.emit(progress.Event("chunk", iteration=iteration, done=number, total=len(chunks)))
+        if not _is_there(context, iteration, chunk, inputs):
+            engine = await ensure_engine(context, version)
+            table, seconds = await wait(engine.rollout.remote(iteration, version, number))
+            record = StepRecord(chunk, iteration, seconds, inputs=inputs)
+            journal.commit(record, {f"{chunk}.parquet": table})
+        records.append(journal.record(iteration, chunk))
+    tables = [from_parquet(journal.read_file(iteration, c, f"{c}.parquet")) for c in chunks]
+    columns = join(tables)
+    seconds = sum(record.seconds for record in records)
+    content = to_parquet(columns)
+    faults.point(f"rollout:{iteration}:joined")
+    return {"rollouts.parquet": content}, {
+        "metrics": rollout_metrics(columns, seconds),
+        "output": {"generated_tokens": sum(map(len, columns["tokens"])), "chunks": len(chunks)},
+    }
+
+
+def _is_there(context: RunContext, iteration: int, chunk: str, inputs: dict[str, Any]) -> bool:
+    """Whether the chunk is committed, whole and of these inputs; one that is not is generated again."""
+    journal = context.journal
+    if not journal.is_committed(iteration, chunk):
+        return False
+    try:
+        if journal.whole(iteration, chunk).inputs == inputs:
+            return True
+        fault = f"chunk {chunk} of iteration {iteration} came from other inputs"
+    except JournalError as error:
+        fault = str(error)
+    progress.emit(progress.Event("note", f"{fault}; it is generated again"))
+    return False
+
+
+def forget_chunks(context: RunContext, iteration: int) -> None:
+    """Deletes the chunks of a committed rollout, which holds them all."""
+    for number, name in list(context.journal.steps()):
+        if number == iteration and name.startswith("rollout."):
+            context.journal.forget(number, name)

@@ -2,23 +2,51 @@
 
 from typing import Any
 
+from prefect.logging import get_run_logger
+
 from fp8rl.context import RunContext
-from tasks.ray_runtime import require_versions, wait
-from tasks.step import step
+from tasks.ensure import ensure_learner
+from tasks.inputs import file_digest, masters_digest
+from tasks.ray_runtime import wait
+from tasks.step import ran_out_of_memory, step
 
 
-@step("train")
-async def train(context: RunContext, iteration: int) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Its record is its output: losses, mismatch, gradient norm."""
-    version = iteration - 1
-    _, learner = await require_versions(context, version)
-    result = await wait(learner.train.remote(context, iteration))
-    return {}, {
-        "inputs": {
-            "weight_version": version,
-            "rollouts": context.journal.record(iteration, "rollout").files["rollouts.parquet"],
-            "rewards": context.journal.record(iteration, "reward").files["rewards.parquet"],
-        },
-        "metrics": result["metrics"],
-        "output": {"weight_version": result["version"], "tokens": result["tokens"]},
+def _inputs(context: RunContext, iteration: int) -> dict[str, Any]:
+    return {
+        "weight_version": iteration - 1,
+        "weights": masters_digest(context, iteration - 1),
+        "rollouts": file_digest(context, iteration, "rollout", "rollouts.parquet"),
+        "rewards": file_digest(context, iteration, "reward", "rewards.parquet"),
     }
+
+
+@step("train", _inputs)
+async def train(context: RunContext, iteration: int) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Its record is its output: losses, mismatch, gradient norm, and the digest of the new weights."""
+    learner = await ensure_learner(context, iteration - 1)
+    size = _micro_batch(context, iteration)
+    result = await wait(learner.train.remote(context, iteration, size))
+    return {}, {
+        "metrics": result["metrics"],
+        "output": {
+            "weight_version": result["version"],
+            "weights": result["weights"],
+            "tokens": result["tokens"],
+            "micro_batch": size,
+        },
+    }
+
+
+def _micro_batch(context: RunContext, iteration: int) -> int:
+    """The recipe's, or what was left of it after memory ran out."""
+    asked = context.recipe.learner.micro_batch
+    size = asked
+    if iteration - 1 > context.origin:
+        size = int(context.journal.record(iteration - 1, "train").output["micro_batch"])
+    if ran_out_of_memory(context) and size == asked:
+        size = max(1, asked // 2)
+    if size != asked:
+        get_run_logger().warning(
+            "memory ran out: training with learner.micro_batch=%d, asked for were %d", size, asked
+        )
+    return size

@@ -5,7 +5,7 @@ from typing import Any
 
 from fp8rl.data.chat import question_tokens
 from fp8rl.data.tasks import build_prompts, prompts_of_iteration
-from fp8rl.journal import write_atomic
+from fp8rl.files import write_atomic
 from fp8rl.recipe.rules import RecipeError
 from fp8rl.recipe.schema import Recipe
 from fp8rl.tables import from_parquet, to_parquet

@@ -7,13 +7,24 @@ another, so that a restarted or doubly called learner cannot pass unnoticed.
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp8rl import faults
 from fp8rl.device import resolve
 from fp8rl.journal import MODEL_FILE
 from fp8rl.learner.batch import Batch
+from fp8rl.learner.checkpoint import (
+    CheckpointWriter,
+    capture,
+    capture_rng,
+    load,
+    restore,
+    restore_rng,
+    weights_digest,
+)
 from fp8rl.learner.correction import importance_weights
 from fp8rl.learner.kv_calibration import AmaxObserver
 from fp8rl.learner.logprobs import token_logprobs
@@ -64,6 +75,7 @@ class Learner:
             fp8_backend=backends.fp8_backend,
         )
         self.version: int | None = None
+        self._writer = CheckpointWriter()
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         options = recipe.learner
         self.optimiser = torch.optim.AdamW(
@@ -129,12 +141,20 @@ class Learner:
         self.version = None  # no published version has these weights
         return float(loss)
 
-    def train(self, batch: Batch, advantages: Tensor, *, iteration: int, version: int) -> TrainResult:
+    def train(
+        self,
+        batch: Batch,
+        advantages: Tensor,
+        *,
+        iteration: int,
+        version: int,
+        micro_batch: int | None = None,
+    ) -> TrainResult:
         """Trains on one iteration's samples, which weight `version` drew; makes version + 1.
 
-        advantages: FP32 [B]. Metrics compare rollout and learner before the first update. With one
-        update the old log-probs are those of the training forward itself; with more they are
-        computed first, by a pass of their own.
+        advantages: FP32 [B]. micro_batch: sequences at a time; the recipe's where None. Metrics compare
+        rollout and learner before the first update. With one update the old log-probs are those of the
+        training forward itself; with more they are computed first, by a pass of their own.
         """
         self.require_version(version)
         options = self.recipe.learner
@@ -151,7 +171,7 @@ class Learner:
             self.optimiser.zero_grad(set_to_none=True)
             total = 0.0
             start = rows.start
-            for micro in self._micro_batches(part, options.micro_batch):
+            for micro in self._micro_batches(part, micro_batch or options.micro_batch):
                 span = slice(start, start + len(micro.lengths))
                 start = span.stop
                 c, entropy = self._logprobs(micro, self.recipe.rollout.temperature)
@@ -167,6 +187,7 @@ class Learner:
                     clip_high=options.clip_high,
                 )
                 out.loss.backward()
+                faults.point(f"learner:train:{iteration}:middle")
                 total += float(out.loss.detach())
                 clipped += int(out.clipped)
                 entropies.append(entropy[micro.mask])
@@ -195,6 +216,49 @@ class Learner:
             group["lr"] = lr
         self.optimiser.step()
         return float(norm)
+
+    def start_checkpoint(
+        self, folder: Path, *, version: int, state: dict[str, Any], asynchronous: bool
+    ) -> None:
+        """Writes weight `version`, optimiser and random states into the checkpoint `folder`.
+
+        From a copy, so that training can go on meanwhile where it is `asynchronous`. state: what else
+        is kept with it, of which "run_id" and "recipe_digest" are also in the manifest.
+        """
+        self.require_version(version)
+        self._writer.start(
+            folder,
+            tensors=capture(self.model, self.optimiser),
+            state={"version": version, "rng": capture_rng(), **state},
+            run_id=state["run_id"],
+            version=version,
+            weights_digest=self.weights_digest(),
+            recipe_digest=state["recipe_digest"],
+            asynchronous=asynchronous,
+        )
+
+    def finish_checkpoint(self, *, block: bool) -> int | None:
+        """The version of the checkpoint that was begun last, once it is written.
+
+        None where none was begun since the last call or, unless `block`, where it is being written.
+        Raises what the writing raised.
+        """
+        if not block and self._writer.is_writing:
+            return None
+        done = self._writer.finish()
+        return None if done is None else done.version
+
+    def restore(self, checkpoint: Path) -> int:
+        """Takes up the state in a verified checkpoint; returns its version.
+
+        Raises CheckpointError naming the tensor that does not fit.
+        """
+        tensors, state = load(checkpoint)
+        restore(self.model, self.optimiser, tensors)
+        restore_rng(state["rng"])
+        version: int = state["version"]
+        self.version = version
+        return version
 
     def published_tensors(self) -> dict[str, Tensor]:
         """What the rollout engine is to hold, by Hugging Face name, in the rollout's formats.
@@ -225,6 +289,10 @@ class Learner:
         from safetensors.torch import save_file
 
         save_file(self.model.export(), folder / MODEL_FILE)
+
+    def weights_digest(self) -> str:
+        """Digest of the FP32 master weights, by Hugging Face name."""
+        return weights_digest(self.model.export())
 
     @torch.no_grad()
     def calibrate_kv(self, batch: Batch, *, version: int, source: str) -> KvScales:

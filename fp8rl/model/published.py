@@ -18,7 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fp8rl.journal import WEIGHTS_FILE, write_atomic
+from fp8rl import faults
+from fp8rl.files import disk_error, fsync_file, write_atomic
+from fp8rl.journal import WEIGHTS_FILE
 
 SCALE_SUFFIX = "_scale_inv"
 _MANIFEST = "manifest.json"
@@ -56,12 +58,22 @@ def _manifest(version: int, tensors: Mapping[str, Tensor]) -> Manifest:
 
 
 def write_published(folder: Path, version: int, tensors: Mapping[str, Tensor]) -> Manifest:
-    """Writes `tensors` as weight `version` into `folder`, tensors first, manifest last."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes `tensors` as weight `version` into `folder`, tensors first, manifest last.
+
+    Raises DiskFullError where there is no room; then the version is not published.
+    """
     manifest = _manifest(version, tensors)
     temporary = folder / f".{WEIGHTS_FILE}.tmp"
-    save_file({name: t.contiguous() for name, t in tensors.items()}, temporary)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        faults.point(f"publish:{version}:tensors")
+        save_file({name: t.contiguous() for name, t in tensors.items()}, temporary)
+        fsync_file(temporary)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise disk_error(error, folder / WEIGHTS_FILE) from error
     temporary.replace(folder / WEIGHTS_FILE)
+    faults.point(f"publish:{version}:before-manifest")
     write_atomic(folder / _MANIFEST, json.dumps(manifest.__dict__, indent=1).encode())
     return manifest
 

@@ -75,17 +75,37 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> LoadedR
     values, origins = _read(path, ())
     for text in overrides or []:
         _override(values, origins, text)
+    values.setdefault("arm", path.stem)
+    return LoadedRecipe(_validated(values, origins, path), path, origins)
+
+
+def _validated(values: dict[str, Any], origins: dict[str, str], path: Path) -> Recipe:
     problems = list(_unknown_keys(values, Recipe, "", origins))
     if problems:
         raise RecipeError(f"{path}: " + "\n".join(problems))
-    values.setdefault("arm", path.stem)
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
         raise RecipeError(_explain(error, path, origins)) from None
     if recipe.name is not None:
         check_name(recipe.name)
-    return LoadedRecipe(recipe, path, origins)
+    return recipe
+
+
+def with_overrides(recipe: Recipe, overrides: list[str]) -> Recipe:
+    """`recipe` with `overrides` ("key.sub=value") applied; raises RecipeError as `load_recipe`."""
+    values = recipe.model_dump(mode="json")
+    origins: dict[str, str] = {}
+    for text in overrides:
+        _override(values, origins, text)
+    return _validated(values, origins, Path("recipe"))
+
+
+def changes(old: Recipe, new: Recipe) -> dict[str, tuple[str, str]]:
+    """{dotted key: (old, new)} of the values that differ, as text."""
+    before, after = flatten(old), flatten(new)
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    return {key: (before.get(key, "nothing"), after.get(key, "nothing")) for key in keys}
 
 
 def check_name(name: str) -> None:

@@ -13,7 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fp8rl.numerics.formats import Scaling
 
-_NOT_NUMBERS = {"name", "arm", "runs_dir", "tracking", "step_timeout_s"}
+_NOT_NUMBERS = {
+    *("name", "arm", "runs_dir", "tracking", "step_timeout_s"),
+    *("checkpoint", "retry", "stop"),
+}
+# A run may be made longer or shorter: no number of an iteration depends on how many there are.
+_LENGTH = {"iterations"}
 # Raise it when a change of code changes what the same warm start trains.
 WARM_START_CODE = 1
 
@@ -215,6 +220,52 @@ class Evaluate(Section):
     """Samples of each prompt at temperature 1, besides the greedy answer."""
 
 
+class BestMode(StrEnum):
+    MAX = "max"
+    MIN = "min"
+
+
+class Checkpoint(Section):
+    """Checkpoints of the learner: weights, optimiser, random states. Between them training is replayed
+    over the journalled rollouts, without generating, so a crash costs at most `every` training steps.
+    """
+
+    every: PositiveInt = 5
+    """Iterations from one checkpoint to the next; the last iteration always has one."""
+    keep_last: PositiveInt = 2
+    keep_best: NonNegativeInt = 1
+    """Kept besides the newest: so many of the best by `metric`."""
+    metric: str = "val/accuracy"
+    mode: BestMode = BestMode.MAX
+    asynchronous: bool = True
+    """Write from a copy in the background, while the next iteration runs."""
+    grace_s: NonNegativeFloat = 20.0
+    """On SIGTERM (a cancellation, a preempted machine) the learner gets so long to save."""
+
+
+class Retry(Section):
+    """Steps that fail for a cause that can pass (a process or node died, a time-out, memory ran out)
+    are tried again; others fail at once."""
+
+    attempts: NonNegativeInt = 2
+    """Of one step, after the first."""
+    delay_s: NonNegativeFloat = 2.0
+    """Before the first; each one after that waits four times as long."""
+    budget: NonNegativeInt = 20
+    """Of all steps together, in one attempt at the run."""
+    smaller_micro_batch: bool = True
+    """Train with half the micro-batch, once, where memory ran out. FP8 gradients depend on it a little
+    (learner.micro_batch); what each step used is in its record."""
+
+
+class Stop(Section):
+    """Where to stop in good order: checkpointed, to be resumed."""
+
+    after_iteration: PositiveInt | None = None
+    time_limit_s: PositiveFloat | None = None
+    """Wall time of one attempt. It stops before the iteration that would not end in time."""
+
+
 class Tracking(Section):
     uri: str | None = None
     """MLflow tracking URI. Empty: MLFLOW_TRACKING_URI, else SQLite in the runs folder."""
@@ -242,11 +293,18 @@ class Recipe(Section):
     learner: Learner = Learner()
     correction: Correction = Correction()
     evaluate: Evaluate = Evaluate()
+    checkpoint: Checkpoint = Checkpoint()
+    retry: Retry = Retry()
+    stop: Stop = Stop()
     tracking: Tracking = Tracking()
 
     def digest(self) -> str:
         """sha256 over what can change numbers: all but names, places and tracking."""
         return _digest(self.model_dump(mode="json", exclude=_NOT_NUMBERS))
+
+    def step_digest(self) -> str:
+        """sha256 over what a step's numbers can depend on: as `digest`, without the run's length."""
+        return _digest(self.model_dump(mode="json", exclude=_NOT_NUMBERS | _LENGTH))
 
     def warm_start_digest(self) -> str:
         """Digest of all that decides the warm-started weights; the arm's precision is not among it."""
@@ -256,6 +314,11 @@ class Recipe(Section):
         values["optimiser"] = self.learner.model_dump(mode="json", include=optimiser)
         values["code"] = WARM_START_CODE
         return _digest(values)[:16]
+
+
+def changes_numbers(key: str) -> bool:
+    """Whether a run's numbers can depend on the dotted recipe `key`."""
+    return key.partition(".")[0] not in _NOT_NUMBERS | _LENGTH
 
 
 def _digest(values: dict[str, Any]) -> str:

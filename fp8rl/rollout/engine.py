@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp8rl import faults
 from fp8rl.data.seeds import seed_of
 from fp8rl.device import resolve
 from fp8rl.model.dims import read_dims
@@ -150,6 +151,7 @@ class Engine:
         manifest, tensors = read_published(folder, version)
         self.version = self.kv_version = None
         self.weights.load(tensors)
+        faults.point(f"engine:load:{version}:middle")
         self._drop_prefix_cache()
         self.version = version
         return manifest.digest
@@ -162,6 +164,7 @@ class Engine:
             raise EngineStateError("KV scales were sent before any weights")
         scales.require_usable(layers=self.dims.layers, version=self.version)
         self.kv_version = None
+        faults.point(f"engine:scales:{scales.version}:middle")
         used: list[LayerScales] = self.weights.apply_kv_scales(scales)
         self._drop_prefix_cache()
         self.kv_version = scales.version

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from fp8rl.context import RunContext
+from fp8rl.device import settled
 from fp8rl.learner.batch import make_batch
 from fp8rl.learner.logprobs import token_logprobs
 from fp8rl.mismatch import mismatch_panel
 from fp8rl.model.published import read_manifest, read_published
 from fp8rl.report import STEPS
+from fp8rl.runs import Run, State
 from fp8rl.tables import from_parquet
 from fp8rl.tracking import tracking_uri
 
@@ -65,7 +67,7 @@ def test_each_step_of_each_iteration_is_a_committed_file(run):
         assert run.journal.record(n, "requantize").output["weight_version"] == n
     evaluated = [n for n in range(4) if (run.journal.step_folder(n) / "evaluation.parquet").exists()]
     assert evaluated == [0, 2, 3]
-    assert json.loads((run.journal.folder / "end.json").read_text()) == {"state": "finished"}
+    assert Run(run.journal.folder).state() == State("finished")
 
 
 def test_manifests_of_all_weights_are_kept_and_tensors_of_the_last_two(run):
@@ -205,7 +207,7 @@ def test_mismatch_is_small_and_recomputed_alike_by_transformers(run):
 
 def test_arms_start_from_the_same_weights(run_arm):
     """The warm start is shared: the masters of both arms are the same file."""
-    folders = {run_arm(arm).recipe.warm_start_digest() for arm in ARMS}
+    folders = {settled(run_arm(arm).recipe).warm_start_digest() for arm in ARMS}
     assert len(folders) == 1
     cache = run_arm("bf16").journal.folder.parent / ".cache" / "warm_start"
     assert [p.stem for p in cache.iterdir()] == list(folders)
@@ -250,7 +252,9 @@ def test_a_failing_run_says_so_everywhere_and_leaves_nothing_running(runs_dir, r
     ).recipe
     with pytest.raises(Exception, match="KV cache"):
         asyncio.run(train(recipe))
-    assert json.loads((runs_dir / "test-failing" / "end.json").read_text()) == {"state": "failed"}
+    state = Run(runs_dir / "test-failing").state()
+    assert state.state == "failed"
+    assert "KV cache" in state.reason
     client = mlflow_client(first)
     experiment = client.get_experiment_by_name("fp8rl").experiment_id
     found = client.search_runs([experiment], "tags.`fp8rl.run` = 'test-failing'")

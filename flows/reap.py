@@ -1,0 +1,79 @@
+"""Putting right what processes that were killed left behind: records, MLflow, Prefect, servers."""
+
+import time
+from pathlib import Path
+
+from flows.automations import mark_crashed
+from fp8rl import progress
+from fp8rl.lock import LockedError, RunLock
+from fp8rl.runs import Run, all_runs, remove_unborn
+from fp8rl.tracking import Tracker
+
+_STATUS = {"finished": "FINISHED", "failed": "FAILED"}
+
+
+async def put_right(runs: Path, but: str | None = None) -> list[str]:
+    """Puts right every run in the runs folder whose process is gone; returns what was done, in words.
+
+    Its last attempt is recorded as killed, its MLflow run ended with what was committed, its Prefect
+    flow run marked as crashed. Actors end with their process, or with Ray. Runs that ended while MLflow
+    was away get their metrics there now. but: name of a run to leave alone.
+    """
+    remove_unborn(runs)
+    done = []
+    for run in all_runs(runs):
+        if run.name != but:
+            done += await put_run_right(run)
+    for line in done:
+        progress.emit(progress.Event("note", line))
+    return done
+
+
+async def put_run_right(run: Run) -> list[str]:
+    """As `put_right`, for one run."""
+    was_killed = run.is_dead_without_a_word()
+    if not was_killed and not (run.state().is_over and _waits(_tracker(run))):
+        return []
+    try:
+        lock = RunLock(run.folder)
+    except LockedError:
+        return []
+    try:
+        return await _put_right(run, was_killed)
+    finally:
+        lock.release()
+
+
+async def _put_right(run: Run, was_killed: bool) -> list[str]:
+    done = []
+    last = run.attempts()[-1]
+    state = run.state()
+    if was_killed:
+        run.end_attempt(last["number"], state)
+        done.append(f"run {run.name} was killed ({state.reason}), after {run.last_step()}")
+        if await mark_crashed(last["prefect_flow_run"], f"fp8rl: {state.reason}"):
+            done.append(f"  its Prefect flow run {last['prefect_flow_run']} is marked as crashed")
+    tracker = _tracker(run)
+    if tracker.run_id is not None:
+        ended_ms = int(last.get("ended", time.time()) * 1000)
+        tracker.set_status(_STATUS.get(state.state, "KILLED"), state.reason or None, ended_ms)
+        told = tracker.flush()
+        done.append(f"  MLflow: run {run.name} {'is up to date' if told else 'waits for the server'}")
+    return done
+
+
+def _tracker(run: Run) -> Tracker:
+    """Keeps the run's MLflow run up to date, and makes none."""
+    return Tracker(
+        run.recipe,
+        run=run.name,
+        run_id=run.id,
+        folder=run.folder,
+        records=run.journal.iterations,
+        tags={},
+        create=False,
+    )
+
+
+def _waits(tracker: Tracker) -> bool:
+    return tracker.run_id is not None and bool(tracker.pending())

@@ -1,0 +1,30 @@
+"""The table of an iteration's samples: made in chunks, joined, and summed up."""
+
+from typing import Any
+
+Columns = dict[str, list[Any]]
+
+
+def chunk_rows(prompts: int, samples: int, size: int, chunk: int) -> list[tuple[int, int]]:
+    """(prompt, sample) places of the rows of `chunk`: all samples of a prompt stand together."""
+    rows = [(prompt, sample) for prompt in range(prompts) for sample in range(samples)]
+    return rows[chunk * size : (chunk + 1) * size]
+
+
+def join(chunks: list[Columns]) -> Columns:
+    """The chunks' columns one after the other."""
+    return {name: [value for chunk in chunks for value in chunk[name]] for name in chunks[0]}
+
+
+def rollout_metrics(columns: Columns, seconds: float) -> dict[str, float]:
+    """Metrics of a whole rollout; seconds: generation time of all its chunks."""
+    lengths = [len(tokens) for tokens in columns["tokens"]]
+    logprobs = [value for row in columns["logprobs"] for value in row]
+    cut_off = sum(reason == "length" for reason in columns["finish_reason"])
+    return {
+        "rollout/response_length_mean": sum(lengths) / len(lengths),
+        "rollout/truncated": cut_off / len(lengths),
+        # The mean surprisal of what was sampled: an unbiased estimate of the policy's entropy.
+        "rollout/entropy": -sum(logprobs) / len(logprobs),
+        "perf/rollout_tokens_per_sec": sum(lengths) / seconds,
+    }

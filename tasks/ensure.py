@@ -1,0 +1,140 @@
+"""Engine and learner, alive and holding what a step needs: whatever happened before.
+
+An actor that died is made again; one that holds other weights than wanted is given the right ones.
+The engine gets them from the run folder. The learner goes back to the newest whole checkpoint and is
+trained again over the journalled rollouts, without generating; each step of that must come to the
+weights whose digest the step recorded.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+from prefect.logging import get_run_logger
+
+from fp8rl import checkpoints, progress
+from fp8rl.context import RunContext
+from fp8rl.recipe.schema import Linear
+from tasks.ray_runtime import engine_actor, is_new, learner_actor, release_actor, wait
+
+# An actor that is up answers at once; one that does not is stuck, and is made again.
+HEALTH_S = 60.0
+
+
+class ReplayError(RuntimeError):
+    """Training over the journalled rollouts did not come to the weights that were recorded."""
+
+
+async def _status(context: RunContext, kind: str, make: Any) -> tuple[Any, dict[str, Any]]:
+    """(handle, what it holds) of an actor that answers; one that is dead or stuck is made again."""
+    from ray.exceptions import RayActorError
+
+    if not is_new(context, kind):
+        actor = make(context)
+        try:
+            return actor, await asyncio.wait_for(wait(actor.status.remote()), HEALTH_S)
+        except (RayActorError, TimeoutError) as error:
+            said = str(error).strip().splitlines()[0] if str(error) else "it does not answer"
+            get_run_logger().warning("the %s is made again: %s", kind, said)
+            progress.emit(progress.Event("note", f"the {kind} is made again: {said}"))
+            release_actor(context, kind)
+    actor = make(context)
+    return actor, await wait(actor.status.remote())
+
+
+async def ensure_learner(context: RunContext, version: int) -> Any:
+    """The learner, holding weight `version`."""
+    actor, status = await _status(context, "learner", learner_actor)
+    if status["version"] != version:
+        await _restore_learner(context, actor, version)
+    return actor
+
+
+async def _restore_learner(context: RunContext, actor: Any, version: int) -> None:
+    started = time.perf_counter()
+    checkpoint, damaged = checkpoints.newest_whole(
+        context.folder, at_most=version, run_id=context.journal.run_id
+    )
+    for line in damaged:
+        progress.emit(progress.Event("note", f"checkpoint passed over: {line}"))
+    held: int = await wait(
+        actor.restore.remote(context, None if checkpoint is None else checkpoint.folder)
+    )
+    restored = time.perf_counter()
+    for iteration in range(held + 1, version + 1):
+        text = f"replay to iteration {version}"
+        progress.emit(progress.Event("phase", text, done=iteration - held - 1, total=version - held))
+        await replay(context, actor, iteration)
+    now = time.perf_counter()
+    progress.emit(
+        progress.Event(
+            "restored",
+            metrics={
+                "load_s": restored - started,
+                "replay_s": now - restored,
+                "replayed": float(version - held),
+            },
+        )
+    )
+
+
+async def replay(context: RunContext, actor: Any, iteration: int) -> None:
+    """Trains the learner on the committed rollouts of `iteration` again.
+
+    Raises ReplayError where that does not come to the recorded weights.
+    """
+    recorded = context.journal.record(iteration, "train").output
+    again = await wait(actor.train.remote(context, iteration, recorded["micro_batch"]))
+    if again["weights"] != recorded["weights"]:
+        raise ReplayError(
+            f"training again over iteration {iteration}'s rollouts gave weights "
+            f"{again['weights'][:12]}, recorded were {recorded['weights'][:12]}. The machine, its "
+            "number of threads or a library differs from when it was recorded (attempts/*.json in "
+            f"{context.folder} say what they were). Go on where they are the same, or fork from a "
+            f"checkpoint: `fp8rl resume {context.run} --fork NEW_NAME`"
+        )
+
+
+async def ensure_engine(context: RunContext, version: int, *, scales: bool = True) -> Any:
+    """The engine, holding the published weight `version`, and its KV scales if `scales`.
+
+    Raises RuntimeError where it loaded other weights than those that were recorded.
+    """
+    actor, status = await _status(context, "engine", engine_actor)
+    journal = context.journal
+    if status["version"] != version:
+        recorded = journal.record(version, "requantize").output["digest"]
+        await load_published(context, version, recorded)
+        status["kv_version"] = None
+    fp8_kv = context.recipe.precision.kv_cache is Linear.FP8
+    if scales and fp8_kv and status["kv_version"] != version:
+        content = journal.read_file(version, "recalibrate_kv", "kv_scales.json").decode()
+        await wait(actor.apply_kv_scales.remote(content))
+    return actor
+
+
+async def load_published(context: RunContext, version: int, recorded: str) -> None:
+    """Has the engine load weight `version`; published again where it was damaged or cleaned away.
+
+    Raises RuntimeError where the weights are not those whose manifest has the digest `recorded`.
+    """
+    engine, _ = await _status(context, "engine", engine_actor)
+    folder = context.journal.weights_folder(version)
+    loaded = await wait(engine.load_weights.remote(folder, version))
+    if loaded.get("digest") == recorded:
+        return
+    fault = loaded.get("fault", f"{folder} holds other weights than those that were recorded")
+    progress.emit(progress.Event("note", f"weights are published again: {fault}"))
+    learner = await ensure_learner(context, version)
+    published = await wait(learner.publish.remote(folder, version))
+    require_digest(version, published["digest"], recorded)
+    loaded = await wait(engine.load_weights.remote(folder, version))
+    require_digest(version, loaded.get("digest", loaded.get("fault")), recorded)
+
+
+def require_digest(version: int, found: str, recorded: str) -> None:
+    """Raises RuntimeError unless the weights `found` are those `recorded`."""
+    if found != recorded:
+        raise RuntimeError(
+            f"weight version {version}: {found[:12]} is there, {recorded[:12]} was recorded"
+        )

@@ -1,0 +1,35 @@
+"""What steps name as what they come from: digests and versions, read from the journal."""
+
+from typing import Any
+
+from fp8rl.context import RunContext
+from fp8rl.recipe.schema import Linear
+
+
+def masters_digest(context: RunContext, version: int) -> str:
+    """Digest of the learner's weights `version`: as recorded by the train step that made them, or by
+    what came before the first one."""
+    step = "warm_start" if version == context.origin else "train"
+    return str(context.journal.record(version, step).output["weights"])
+
+
+def weights_inputs(context: RunContext, version: int) -> dict[str, Any]:
+    """The published weights and KV scales of `version`, for steps that sample with them."""
+    journal = context.journal
+    inputs = {
+        "weight_version": version,
+        "weights": journal.record(version, "requantize").output["digest"],
+    }
+    if context.recipe.precision.kv_cache is Linear.FP8:
+        inputs["kv_scales"] = journal.record(version, "recalibrate_kv").digest_of("kv_scales.json")
+    return inputs
+
+
+def prompts_digest(context: RunContext, split: str) -> str:
+    """Digest of the run's prompts, "train" or "val"."""
+    return context.journal.record(context.origin, "prepare_data").digest_of(f"{split}.parquet")
+
+
+def file_digest(context: RunContext, iteration: int, step: str, name: str) -> str:
+    """Digest of a file that `step` of `iteration` committed."""
+    return context.journal.record(iteration, step).digest_of(name)

@@ -1,0 +1,294 @@
+"""A Prefect server of its own with a work pool, the deployment of infra/prefect.yaml and a worker."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from fp8rl.recipe.load import load_recipe
+from fp8rl.runs import Run, State
+from fp8rl.tracking import RUN_ID_TAG, tracking_uri
+
+ROOT = Path(__file__).parents[2]
+SHORT = [
+    *("iterations=3", "warm_start.steps=80", "task.val_prompts=16", "evaluate.every=2"),
+    *("rollout.prompts=8", "rollout.samples=8", "rollout.chunk_size=32"),
+    *("checkpoint.every=2", "retry.delay_s=0.1"),
+]
+FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+# Long, since other things may run on the machine: they say that something hangs, not that it is slow.
+START_S, END_S = 300.0, 600.0
+
+
+def until(what: str, seconds: float, look: Callable[[], Any]) -> Any:
+    """What `look` returns once that is true; fails after `seconds`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        found = look()
+        if found:
+            return found
+        time.sleep(0.2)
+    pytest.fail(f"waited {seconds:.0f} s for {what}")
+
+
+class Prefect:
+    """The server and the worker as processes, and the server's API as the UI calls it."""
+
+    def __init__(self, home: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.home, self.port, self.ui = home, port, f"http://127.0.0.1:{port}"
+        keep = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "FP8RL_"))}
+        self._env = keep | {
+            "HOME": str(home),
+            "PREFECT_HOME": str(home / "prefect"),
+            "PREFECT_API_URL": f"{self.ui}/api",
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+        }
+        self._http = httpx.Client(base_url=f"{self.ui}/api", timeout=60.0)
+
+    # Processes.
+
+    def start(self) -> None:
+        """Starts the server, deploys as infra/prefect.yaml says, and starts the worker."""
+        self._spawn("server", "server", "start", "--host", "127.0.0.1", "--port", str(self.port))
+        until("the Prefect server", START_S, self._answers)
+        self.command("prefect", "work-pool", "create", "fp8rl", "--type", "process")
+        self.command(
+            "prefect", "--no-prompt", "deploy", "--prefect-file", "infra/prefect.yaml", "--all"
+        )
+        # The worker from another folder: the deployment knows its own.
+        self._spawn("worker", "worker", "start", "--pool", "fp8rl", cwd=self.home)
+
+    def _spawn(self, name: str, *words: str, cwd: Path = ROOT) -> None:
+        with (self.home / f"{name}.log").open("w") as log:
+            subprocess.Popen(
+                [sys.executable, "-m", "prefect", *words],
+                cwd=cwd,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def command(self, program: str, *words: str) -> str:
+        """Runs a program of the environment from the repository's root; what it printed."""
+        done = subprocess.run(
+            [Path(sys.executable).parent / program, *words],
+            cwd=ROOT,
+            env=self._env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=START_S,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def _processes(self, **environment: str) -> list[psutil.Process]:
+        """Those of the server, the worker and their flow runs: nobody else has this home."""
+        wanted = {"HOME": str(self.home), **environment}
+        return [p for p in psutil.process_iter() if wanted.items() <= _environment_of(p).items()]
+
+    def flow_process(self, run_id: str) -> psutil.Process:
+        """The process of the flow run; what it started came later."""
+        found = self._processes(PREFECT__FLOW_RUN_ID=run_id)
+        return min(found, key=lambda process: process.create_time())
+
+    def actors(self, run_id: str) -> list[str]:
+        """Names of the flow run's engine and learner processes that are there."""
+        found = self._processes(PREFECT__FLOW_RUN_ID=run_id)
+        words = [(_cmdline_of(process) or [""])[0] for process in found]
+        return sorted(word for word in words if word.startswith("ray::") and "Actor" in word)
+
+    def stop(self) -> None:
+        """Ends all that was started here, flow runs too."""
+        self._http.close()
+
+        def ended() -> bool:
+            left = self._processes()
+            for process in left:
+                process.kill()
+            return not left
+
+        until("the end of the server and its worker", 60, ended)
+
+    # The API.
+
+    def _answers(self) -> bool:
+        try:
+            return self._http.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def get(self, path: str) -> Any:
+        answer = self._http.get(path)
+        answer.raise_for_status()
+        return answer.json()
+
+    def post(self, path: str, **body: Any) -> Any:
+        answer = self._http.post(path, json=body)
+        answer.raise_for_status()
+        return answer.json()
+
+    def deployment(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.get("/deployments/name/train/train")
+        return found
+
+    def run(self, faults: list[dict[str, str]], **parameters: Any) -> str:
+        """Has the deployment run, with planted faults; the flow run's id."""
+        made = self.post(
+            f"/deployments/{self.deployment()['id']}/create_flow_run",
+            state={"type": "SCHEDULED", "message": "Run from the UI"},
+            parameters=parameters,
+            job_variables={"env": {"FP8RL_FAULTS": json.dumps(faults)}} if faults else {},
+        )
+        return str(made["id"])
+
+    def state(self, run_id: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.get(f"/flow_runs/{run_id}")["state"]
+        return found
+
+    def end_of(self, run_id: str) -> dict[str, Any]:
+        """The flow run's final state, once it has one."""
+
+        def ended() -> Any:
+            state = self.state(run_id)
+            return state["type"] in FINAL and state
+
+        found: dict[str, Any] = until(f"the end of flow run {run_id}", END_S, ended)
+        return found
+
+    def retry(self, run_id: str) -> None:
+        """Retry, as the UI's button posts it."""
+        state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"}
+        self._set_state(run_id, state)
+
+    def cancel(self, run_id: str) -> None:
+        """Cancel, as the UI's button posts it."""
+        self._set_state(run_id, {"type": "CANCELLING", "name": "Cancelling"})
+
+    def _set_state(self, run_id: str, state: dict[str, str]) -> None:
+        answer = self.post(f"/flow_runs/{run_id}/set_state", state=state, force=False)
+        assert answer["status"] == "ACCEPT", answer
+
+    def parts(self, run_id: str) -> dict[str, str]:
+        """{name: state's name} of the flow run's iterations and of the steps in them."""
+        flows = self.post("/flow_runs/filter", flow_runs={"parent_flow_run_id": {"any_": [run_id]}})
+        within = {"id": {"any_": [flow["id"] for flow in flows]}}
+        tasks = self.post("/task_runs/filter", flow_runs=within)
+        return {run["name"].rpartition("/")[2]: run["state_name"] for run in [*flows, *tasks]}
+
+    def log(self, run_id: str) -> str:
+        """The flow run's log, with that of its iterations, as its page shows it."""
+        flows = self.post("/flow_runs/filter", flow_runs={"parent_flow_run_id": {"any_": [run_id]}})
+        ids = [run_id, *(flow["id"] for flow in flows)]
+        found = self.post("/logs/filter", logs={"flow_run_id": {"any_": ids}}, sort="TIMESTAMP_ASC")
+        return "\n".join(line["message"] for line in found)
+
+
+def _environment_of(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
+
+
+def _cmdline_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is to be seen of a run at one time: in the Prefect UI (state, parts), in its folder (run,
+    files: when each step's file was written), in MLflow.
+    """
+
+    state: dict[str, Any]
+    parts: dict[str, str]
+    run: State
+    attempts: list[str]
+    files: dict[str, int]
+    mlflow: str
+
+
+class Trained:
+    """A training run of the deployment, and the ways to break it."""
+
+    def __init__(self, prefect: Prefect, runs: Path, name: str) -> None:
+        self.prefect = prefect
+        self.run = Run(runs / name)
+        self._marks = runs / f".{name}-faults"
+        # As a user writes it: from the repository's root, which is not the worker's own folder.
+        overrides = [*SHORT, f"name={name}", f"runs_dir={os.path.relpath(runs, ROOT)}"]
+        recipe = load_recipe(ROOT / "configs" / "tiny" / "fp8-e2e-kv.yaml", overrides).recipe
+        self.recipe = recipe.model_dump(mode="json")
+        self.id = ""
+
+    def start(self, **faults: str) -> None:
+        """Runs the deployment. faults: {what: at which point}, each once."""
+        self._marks.mkdir(parents=True)
+        planted = [{"do": w, "at": at, "once": str(self._marks / w)} for w, at in faults.items()]
+        self.id = self.prefect.run(planted, recipe=self.recipe)
+
+    def reached(self, fault: str) -> None:
+        """Waits until the fault has happened."""
+        until(f"the fault {fault}", END_S, (self._marks / fault).exists)
+
+    def ended(self) -> Seen:
+        """What is to be seen at the end that comes next."""
+        state = self.prefect.end_of(self.id)
+        # The server writes steps down, and the worker puts records right, a moment later.
+        until("the records of the end", 60, lambda: self._last_attempt() != "running")
+        end = time.monotonic() + 30
+        while (parts := self.prefect.parts(self.id)) and time.monotonic() < end:
+            if not {"Running", "Pending"} & set(parts.values()):
+                break
+            time.sleep(0.2)
+        return Seen(state, parts, self.run.state(), self._attempts(), self._files(), self._mlflow())
+
+    def _attempts(self) -> list[str]:
+        return [attempt["state"] for attempt in self.run.attempts()]
+
+    def _last_attempt(self) -> str:
+        return self._attempts()[-1]
+
+    def _files(self) -> dict[str, int]:
+        folder = self.run.folder / "iterations"
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in files}
+
+    def _mlflow(self) -> str:
+        from mlflow import MlflowClient
+
+        client = MlflowClient(tracking_uri(self.run.recipe))
+        experiment = client.get_experiment_by_name(self.run.recipe.tracking.experiment).experiment_id
+        (found,) = client.search_runs([experiment], f"tags.`{RUN_ID_TAG}` = '{self.run.id}'")
+        return str(found.info.status)
+
+
+@pytest.fixture(scope="session")
+def prefect(tmp_path_factory):
+    """A standing server with a worker, for the whole session."""
+    services = Prefect(tmp_path_factory.mktemp("prefect"))
+    try:
+        services.start()
+        yield services
+    finally:
+        services.stop()
