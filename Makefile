@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Nothing here asks a hub for models or data.
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: setup demo test test-slow lint bench gpu-check clean
+.PHONY: setup demo test test-ui test-slow test-kill lint bench gpu-check clean
 
 setup:
 	@infra/setup.sh
@@ -13,10 +13,16 @@ demo: setup  ## train two precision arms on the tiny task and compare them
 	$(BIN)/fp8rl demo
 
 test: setup  ## all that fits: unit, contract and pipeline tests
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -m "not slow and not gpu and not ui and not kill"
+
+test-ui: setup  ## Retry pressed in a browser; needs playwright and Chromium
+	$(BIN)/pytest -m ui
 
 test-slow: setup  ## the rest: the whole learning run, both arms, minutes long
 	$(BIN)/pytest -m slow
+
+test-kill: setup  ## kill every process of a run at every step; writes docs/kill_matrix.md
+	FP8RL_WRITE_KILL_MATRIX=1 $(BIN)/pytest -m kill
 
 lint: setup
 	$(BIN)/ruff check .

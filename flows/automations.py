@@ -78,8 +78,9 @@ async def install_zombie_automation(within_s: float = 90.0) -> str:
 async def mark_crashed(flow_run_id: str, message: str) -> bool:
     """Marks a run whose process is gone as Crashed, with its subflow runs and task runs.
 
-    Call it only when that process is known to be gone. False where the run is unknown to this
-    server or has ended already.
+    Call it only when that process is known to be gone. A worker, or the automation, marks the run
+    alone: then what was running inside it is marked. False where the run is unknown to this server or
+    ended in another way.
     """
     try:
         run_id = UUID(flow_run_id)
@@ -90,7 +91,7 @@ async def mark_crashed(flow_run_id: str, message: str) -> bool:
             run = await client.read_flow_run(run_id)
         except ObjectNotFound:
             return False
-        if run.state is not None and run.state.is_final():
+        if run.state is not None and run.state.is_final() and not run.state.is_crashed():
             return False
         await _crash(client, run, message)
     return True
@@ -105,12 +106,14 @@ async def _crash(client: PrefectClient, run: FlowRun, message: str) -> None:
     )
     for task_run in await client.read_task_runs(task_run_filter=tasks):
         await client.set_task_run_state(task_run.id, Crashed(message=message), force=True)
-    # A child run with a deployment lives in a process of its own.
+    # A child run with a deployment lives in a process of its own. One that the automation has marked
+    # may hold task runs that it has not.
     children = FlowRunFilter(
         parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[run.id]),
         deployment_id=FlowRunFilterDeploymentId(is_null_=True),
-        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=unfinished)),
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[*unfinished, StateType.CRASHED])),
     )
     for child in await client.read_flow_runs(flow_run_filter=children):
         await _crash(client, child, message)
-    await client.set_flow_run_state(run.id, Crashed(message=message), force=True)
+    if run.state is None or not run.state.is_final():
+        await client.set_flow_run_state(run.id, Crashed(message=message), force=True)

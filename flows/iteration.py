@@ -17,8 +17,12 @@ from tasks.reward import reward
 from tasks.rollout import forget_chunks, rollout
 from tasks.train import train
 
-# What a retried flow run is shown for an iteration that was done before.
-_CACHED: Any = Completed(name="Cached", message="committed before")
+
+def _cached() -> Any:
+    """What a retried flow run is shown for an iteration that was done before: a state for each, since
+    Prefect takes one that has been used for another run's.
+    """
+    return Completed(name="Cached", message="committed before")
 
 
 @flow(name="iteration", flow_run_name="{context.run}/{iteration}", validate_parameters=False)
@@ -30,7 +34,7 @@ async def iteration(context: RunContext, iteration: int) -> Any:
     checkpoint are not part of it; of an iteration that was interrupted, the time of its steps).
     """
     if context.journal.is_committed(iteration, ITERATION):
-        return _CACHED
+        return _cached()
     started = time.perf_counter()
     records = [await rollout(context, iteration)]
     forget_chunks(context, iteration)
@@ -50,7 +54,7 @@ async def iteration(context: RunContext, iteration: int) -> Any:
 async def first_weights(context: RunContext, iteration: int) -> Any:
     """The weights that the run starts from: published, KV calibrated, evaluated before training."""
     if context.journal.is_committed(iteration, ITERATION):
-        return _CACHED
+        return _cached()
     records = [await step(context, iteration) for step in (requantize, recalibrate_kv, evaluate)]
     seconds = sum(record["seconds"] for record in records)
     _commit(context, iteration, seconds, records, merged_metrics(records))

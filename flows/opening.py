@@ -22,7 +22,7 @@ from fp8rl.runs import Run, remove_unborn, run_of_flow
 @dataclass
 class Opened:
     """A run that this process holds the lock of. resumed: it was there before. notes: what was found
-    damaged, and what was done about it.
+    damaged, and what was done about it. killed: Prefect flow runs that worked on it and were killed.
     """
 
     run: Run
@@ -33,6 +33,7 @@ class Opened:
     notes: list[str]
     resumed: bool
     flow_run_id: str
+    killed: list[str]
 
     def _earlier(self) -> list[dict[str, Any]]:
         """Earlier attempts of the same Prefect flow run."""
@@ -102,12 +103,14 @@ def open_run(recipe: Recipe, resume: str | None, flow_run_id: str) -> Opened:
             require_runnable(recipe)
             notes += _differences(run)
         position, damage = settle(run)
+        killed = [str(a.get("prefect_flow_run")) for a in run.end_killed_attempts()]
         attempt = run.begin_attempt(this_attempt(recipe, flow_run_id))
     except BaseException:
         lock.release()
         raise
     notes += damage
-    return Opened(run, lock, attempt, recipe, position, notes, found is not None, flow_run_id)
+    killed = [one for one in killed if one != flow_run_id]  # a retry is the same flow run
+    return Opened(run, lock, attempt, recipe, position, notes, found is not None, flow_run_id, killed)
 
 
 def identity(recipe: Recipe) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from flows.automations import mark_crashed
 from fp8rl import progress
 from fp8rl.lock import LockedError, RunLock
-from fp8rl.runs import Run, all_runs, remove_unborn
+from fp8rl.runs import Run, State, all_runs, remove_unborn
 from fp8rl.tracking import Tracker
 
 _STATUS = {"finished": "FINISHED", "failed": "FAILED"}
@@ -31,24 +31,26 @@ async def put_right(runs: Path, but: str | None = None) -> list[str]:
 
 async def put_run_right(run: Run) -> list[str]:
     """As `put_right`, for one run."""
-    was_killed = run.is_dead_without_a_word()
-    if not was_killed and not (run.state().is_over and _waits(_tracker(run))):
+    found = run.state()  # before this process takes the lock, and the run would seem to be running
+    if not found.is_over or not run.attempts():
+        return []
+    if not run.is_dead_without_a_word() and not _waits(_tracker(run)):
         return []
     try:
         lock = RunLock(run.folder)
     except LockedError:
         return []
     try:
-        return await _put_right(run, was_killed)
+        return await _put_right(run, found)
     finally:
         lock.release()
 
 
-async def _put_right(run: Run, was_killed: bool) -> list[str]:
+async def _put_right(run: Run, found: State) -> list[str]:
     done = []
     last = run.attempts()[-1]
-    state = run.state()
-    if was_killed:
+    state = found if last["state"] == "running" else State(last["state"], last.get("reason", ""))
+    if last["state"] == "running":
         run.end_attempt(last["number"], state)
         done.append(f"run {run.name} was killed ({state.reason}), after {run.last_step()}")
         if await mark_crashed(last["prefect_flow_run"], f"fp8rl: {state.reason}"):

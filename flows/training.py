@@ -19,6 +19,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
+from flows.automations import mark_crashed
 from flows.environment import set_quiet
 from flows.hooks import put_right_after
 from flows.iteration import first_weights, iteration
@@ -98,6 +99,8 @@ async def train(
         at_the_end.enter_context(times.listening())
         try:
             await put_right(run.folder.parent, but=run.name)
+            for killed in opened.killed:
+                await mark_crashed(killed, "fp8rl: its process was killed; another one carries on")
             _say_notes(opened)
             progress.emit(progress.Event("phase", "MLflow and Ray start"))
             tracker.start(may_be_away=opened.resumed)

@@ -228,5 +228,5 @@ def uncommitted_files(run: Run) -> list[Path]:
             unclear.add(journal.step_folder(number))
         else:
             named |= {run.folder / name for name in journal.record(number, step).files}
-    files = {path for path in run.folder.glob("iterations/*/*") if path.is_file()}
+    files = {path for path in run.folder.glob("iterations/*/[!.]*") if path.is_file()}
     return sorted(path for path in files - named if path.parent not in unclear)

@@ -22,14 +22,14 @@ class RewindError(ValueError):
 
 def parse_step(text: str, current: int) -> tuple[int, str]:
     """(iteration, step) of "train@4", or of "train" in iteration `current`."""
-    step, _, number = text.partition("@")
+    step, at, number = text.partition("@")
     known = (*STEPS, *_AFTER_STEPS)
-    if step not in known or (number and not number.isdigit()):
+    if step not in known or (at and not number.isdecimal()):
         raise RewindError(
             f"--from-step {text}: write a step and an iteration, for example train@4; "
             f"steps: {', '.join(known)}"
         )
-    return (int(number) if number else current), step
+    return (int(number) if at else current), step
 
 
 def set_aside(folder: Path, paths: list[Path]) -> None:

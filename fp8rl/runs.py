@@ -184,6 +184,16 @@ class Run:
         """Records how an attempt ended."""
         self.update_attempt(number, state=state.state, reason=state.reason, ended=time.time())
 
+    def end_killed_attempts(self) -> list[dict[str, Any]]:
+        """Records the attempts that ended without a word as killed, and returns them; for who holds the
+        run's lock, since then nobody else works on it.
+        """
+        killed = [attempt for attempt in self.attempts() if attempt.get("state") == "running"]
+        for attempt in killed:
+            where = f"process {attempt.get('pid')} on {attempt.get('host')}"
+            self.end_attempt(attempt["number"], State("killed", f"{where} is gone without a word"))
+        return killed
+
     def _write_attempt(self, number: int, values: dict[str, Any]) -> None:
         write_atomic(self.folder / "attempts" / f"{number:05d}.json", to_sealed(values))
 

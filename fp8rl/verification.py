@@ -93,6 +93,8 @@ def _checkpoints(run: Run, verdict: Verdict) -> None:
         try:
             found = checkpoints.verify(folder, run.id)
             step = "warm_start" if version == run.origin else "train"
+            if version == run.origin and not run.journal.is_committed(version, step):
+                continue  # a fork that has not begun
             if found.weights_digest != run.journal.record(version, step).output["weights"]:
                 verdict.faults.append(f"{folder} holds other weights than {step} recorded")
         except (checkpoints.CheckpointError, JournalError) as error:

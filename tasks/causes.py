@@ -28,10 +28,14 @@ def cause_of(error: BaseException) -> Cause:
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
+    from ray.exceptions import RayTaskError
+
     found: list[BaseException] = []
     while error is not None and error not in found:
         found.append(error)
-        error = error.__cause__
+        # What a remote function raised is inside Ray's error, which is mostly of its type too.
+        inside = error.cause if isinstance(error, RayTaskError) else None
+        error = error.__cause__ or inside
     return found
 
 

@@ -54,7 +54,9 @@ def weights(run: Run) -> dict[str, Any]:
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Keys that only one of them has, or whose values differ (NaN equals NaN)."""
     keys = sorted({*one, *other})
-    return [key for key in keys if key not in one or key not in other or not _same(one[key], other[key])]
+    return [
+        key for key in keys if key not in one or key not in other or not _same(one[key], other[key])
+    ]
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -116,8 +118,99 @@ def last_trained(run: Run) -> int:
 
 
 def steps_of(run: Run, iteration: int) -> list[str]:
-    return [step for step in (*STEPS, "evaluate", ITERATION) if run.journal.is_committed(iteration, step)]
+    return [
+        step for step in (*STEPS, "evaluate", ITERATION) if run.journal.is_committed(iteration, step)
+    ]
 
 
 def runs_in(folder: Path, *names: str) -> list[Run]:
     return [Run(folder / name) for name in names]
+
+
+def prompts_of(run: Run) -> dict[int, list[str]]:
+    """The prompt ids of each iteration's rollout, in order."""
+    found = {}
+    for iteration, step in run.journal.steps():
+        if step == "rollout":
+            content = run.journal.read_file(iteration, step, "rollouts.parquet")
+            found[iteration] = from_parquet(content)["prompt_id"]
+    return found
+
+
+# What a checkpoint's state says of the run and the machine themselves; and the global random
+# generators, which nobody seeds and nothing draws from (weights and samples have their own seeds), so
+# that they differ between any two processes.
+_OWN_STATE = ("run", "run_id", "mlflow_run", "machine", "rng")
+
+
+def checkpoint_differences(reference: Run, run: Run) -> list[str]:
+    """How the newest checkpoints of both differ: tensors bit by bit, and their state."""
+    import torch
+
+    from fp8rl import checkpoints
+    from fp8rl.learner.checkpoint import load
+
+    held = []
+    for one in (reference, run):
+        newest, damaged = checkpoints.newest_whole(one.folder, at_most=10**6, run_id=one.id)
+        if newest is None or damaged:
+            return [f"checkpoint of {one.name}: {damaged or 'none'}"]
+        tensors, state = load(newest.folder)
+        bits = {
+            n: t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            for n, t in tensors.items()
+        }
+        held.append((bits, {k: v for k, v in state.items() if k not in _OWN_STATE}))
+    (tensors_a, state_a), (tensors_b, state_b) = held
+    found = [f"checkpoint tensor {name}" for name in differences(tensors_a, tensors_b)]
+    return found + [f"checkpoint state {name}" for name in differences(state_a, state_b)]
+
+
+def _mlflow_runs(run: Run) -> tuple[Any, list[Any]]:
+    """MLflow's client, and the MLflow runs of `run`."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri(run.recipe))
+    experiment = client.get_experiment_by_name(run.recipe.tracking.experiment)
+    if experiment is None:
+        return client, []
+    where = f"tags.`{RUN_ID_TAG}` = '{run.id}'"
+    return client, list(client.search_runs([experiment.experiment_id], where))
+
+
+def mlflow_status(run: Run) -> str:
+    """The status of the run's one MLflow run, or how many it has."""
+    _, found = _mlflow_runs(run)
+    return str(found[0].info.status) if len(found) == 1 else f"{len(found)} MLflow runs"
+
+
+def mlflow_values(run: Run) -> dict[str, list[tuple[int, float]]]:
+    """{metric: (step, value) of all its points}, without times and speeds."""
+    client, (found,) = _mlflow_runs(run)
+    names = metrics_of(found.data.metrics)
+    histories = {name: client.get_metric_history(found.info.run_id, name) for name in names}
+    return {n: sorted((p.step, p.value) for p in points) for n, points in histories.items()}
+
+
+def mlflow_differences(reference: Run, run: Run) -> list[str]:
+    """Metrics whose points in MLflow differ."""
+    one, other = mlflow_values(reference), mlflow_values(run)
+    return [f"MLflow points of {name}" for name in differences(one, other)]
+
+
+def early_points(run: Run) -> list[str]:
+    """Points in MLflow, as "metric@step", that no committed iteration accounts for, or once too often;
+    for a run that is not over."""
+    path = tracking_uri(run.recipe).removeprefix("sqlite:///")
+    if not path.startswith("http") and not Path(path).exists():
+        return []
+    _, found = _mlflow_runs(run)
+    if not found:
+        return []
+    have, want = mlflow_points(run), wanted_points(run)
+    return [
+        f"{name}@{step}"
+        for name, steps in have.items()
+        for step in set(steps)
+        if steps.count(step) > want.get(name, []).count(step)
+    ]

@@ -70,6 +70,11 @@ class Folder:
         record = StepRecord(step, iteration, 0.5, inputs=inputs, **fields)
         self.journal.commit(record, files or {}, written)
 
+    def _sampling(self, version: int, split: str) -> dict:
+        """What samples of weight `version` come from."""
+        prompts = prompts_digest(self.context, split)
+        return {**weights_inputs(self.context, version), "prompts": prompts}
+
     def prepare_data(self, n: int) -> None:
         data = self.context.data_dir
         data.mkdir()
@@ -88,13 +93,13 @@ class Folder:
     def chunk(self, n: int, number: int) -> None:
         rows = [[self.seed, n, number], [n, number]]
         columns = {"tokens": rows, "logprobs": [[-0.5] * len(row) for row in rows]}
-        inputs = {**weights_inputs(self.context, n - 1), "prompts": prompts_digest(self.context, "train")}
+        inputs = self._sampling(n - 1, "train")
         name = f"rollout.{number:04d}"
         self._commit(name, n, {f"{name}.parquet": to_parquet(columns)}, inputs=inputs)
 
     def rollout(self, n: int) -> None:
         table = to_parquet({"prompt_id": [0, 1], "seed": [self.seed, n]})
-        inputs = {**weights_inputs(self.context, n - 1), "prompts": prompts_digest(self.context, "train")}
+        inputs = self._sampling(n - 1, "train")
         self._commit("rollout", n, {"rollouts.parquet": table}, inputs=inputs)
 
     def forget_chunks(self, n: int) -> None:
@@ -139,7 +144,7 @@ class Folder:
 
     def evaluate(self, n: int) -> None:
         table = to_parquet({"prompt_id": [0], "text": [f"{self.seed} {n}"]})
-        inputs = {**weights_inputs(self.context, n), "prompts": prompts_digest(self.context, "val")}
+        inputs = self._sampling(n, "val")
         metrics = {"val/accuracy": n / 10}
         self._commit("evaluate", n, {"evaluation.parquet": table}, inputs=inputs, metrics=metrics)
 

@@ -13,7 +13,11 @@ from fp8rl.recipe.schema import Recipe
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny"
 # The demo's recipe with a shorter warm start: enough for a model that answers, seldom right.
-SHORT = ["iterations=3", "warm_start.steps=80", "evaluate.every=2", "task.val_prompts=32"]
+# Two chunks to a rollout, so that one can be half done.
+SHORT = [
+    *("iterations=3", "warm_start.steps=80", "evaluate.every=2", "task.val_prompts=32"),
+    "rollout.chunk_size=128",
+]
 
 
 @dataclass

@@ -4,10 +4,8 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from fp8rl.report import STEPS
@@ -86,42 +84,3 @@ def test_demo_compares_the_two_arms(runs_dir, run_arm):
     assert (runs_dir / "demo" / "arms.png").stat().st_size > 10_000
     assert "The two arms side by side" in done.stdout
     assert "iteration 3" in done.stdout
-
-
-def test_killed_run_is_found_said_and_left_alone(runs_dir, run_arm):
-    run_arm("bf16")  # for the warm start
-    arguments = [
-        "run",
-        str(TINY / "bf16.yaml"),
-        *SHORT,
-        f"runs_dir={runs_dir}",
-        "name=killed",
-        "iterations=50",
-    ]
-    log = runs_dir / "killed.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*FP8RL, *arguments],
-            stdout=output,
-            stderr=output,
-            env=environment(),
-        )
-        record = runs_dir / "killed" / "iterations" / "00001" / "steps" / "train.json"
-        deadline = time.monotonic() + 240
-        while not record.exists():
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.05)
-        started = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        process.wait()
-    # Ray ends by itself once its driver is gone; the embedded Prefect server is told.
-    for child in psutil.wait_procs(started, timeout=30)[1]:
-        child.kill()
-    before = {p: p.read_bytes() for p in (runs_dir / "killed").rglob("*") if p.is_file()}
-    done = call(*arguments)
-    assert done.returncode == 2
-    assert "a run named 'killed' exists" in done.stderr
-    assert "state: killed" in done.stderr
-    assert "last committed step:" in done.stderr
-    assert {p: p.read_bytes() for p in (runs_dir / "killed").rglob("*") if p.is_file()} == before

@@ -49,15 +49,16 @@ class Prefect:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.home, self.port, self.ui = home, port, f"http://127.0.0.1:{port}"
+        self.api = f"{self.ui}/api"
         keep = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "FP8RL_"))}
         self._env = keep | {
             "HOME": str(home),
             "PREFECT_HOME": str(home / "prefect"),
-            "PREFECT_API_URL": f"{self.ui}/api",
+            "PREFECT_API_URL": self.api,
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_WORKER_QUERY_SECONDS": "1",
         }
-        self._http = httpx.Client(base_url=f"{self.ui}/api", timeout=60.0)
+        self._http = httpx.Client(base_url=self.api, timeout=60.0)
 
     # Processes.
 
@@ -98,28 +99,30 @@ class Prefect:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def _processes(self, **environment: str) -> list[psutil.Process]:
+    def processes(self, **environment: str) -> list[psutil.Process]:
         """Those of the server, the worker and their flow runs: nobody else has this home."""
         wanted = {"HOME": str(self.home), **environment}
         return [p for p in psutil.process_iter() if wanted.items() <= _environment_of(p).items()]
 
     def flow_process(self, run_id: str) -> psutil.Process:
         """The process of the flow run; what it started came later."""
-        found = self._processes(PREFECT__FLOW_RUN_ID=run_id)
+        found = self.processes(PREFECT__FLOW_RUN_ID=run_id)
         return min(found, key=lambda process: process.create_time())
 
-    def actors(self, run_id: str) -> list[str]:
-        """Names of the flow run's engine and learner processes that are there."""
-        found = self._processes(PREFECT__FLOW_RUN_ID=run_id)
-        words = [(_cmdline_of(process) or [""])[0] for process in found]
-        return sorted(word for word in words if word.startswith("ray::") and "Actor" in word)
+    def actors(self, run_id: str) -> set[str]:
+        """Which of the flow run's engine and learner processes are there."""
+        found = self.processes(PREFECT__FLOW_RUN_ID=run_id)
+        # Ray's title of an idle one is "ray::EngineActor", of a busy one it has its name and method.
+        titles = [(_cmdline_of(process) or [""])[0] for process in found]
+        kinds = ("EngineActor", "LearnerActor")
+        return {kind for kind in kinds for t in titles if t.startswith("ray::") and kind in t}
 
     def stop(self) -> None:
         """Ends all that was started here, flow runs too."""
         self._http.close()
 
         def ended() -> bool:
-            left = self._processes()
+            left = self.processes()
             for process in left:
                 process.kill()
             return not left
@@ -134,24 +137,28 @@ class Prefect:
         except httpx.TransportError:
             return False
 
-    def get(self, path: str) -> Any:
-        answer = self._http.get(path)
+    def _call(self, method: str, path: str, **body: Any) -> Any:
+        """An API call's answer, asked again where the database of a busy machine was locked."""
+
+        def answered() -> httpx.Response | None:
+            answer = self._http.request(method, path, json=body or None)
+            return None if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE else answer
+
+        answer = until(f"{method} {path}", 60, answered)
         answer.raise_for_status()
         return answer.json()
+
+    def get(self, path: str) -> Any:
+        return self._call("GET", path)
 
     def post(self, path: str, **body: Any) -> Any:
-        answer = self._http.post(path, json=body)
-        answer.raise_for_status()
-        return answer.json()
-
-    def deployment(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.get("/deployments/name/train/train")
-        return found
+        return self._call("POST", path, **body)
 
     def run(self, faults: list[dict[str, str]], **parameters: Any) -> str:
         """Has the deployment run, with planted faults; the flow run's id."""
+        deployment = self.get("/deployments/name/train/train")["id"]
         made = self.post(
-            f"/deployments/{self.deployment()['id']}/create_flow_run",
+            f"/deployments/{deployment}/create_flow_run",
             state={"type": "SCHEDULED", "message": "Run from the UI"},
             parameters=parameters,
             job_variables={"env": {"FP8RL_FAULTS": json.dumps(faults)}} if faults else {},
@@ -185,19 +192,31 @@ class Prefect:
         answer = self.post(f"/flow_runs/{run_id}/set_state", state=state, force=False)
         assert answer["status"] == "ACCEPT", answer
 
+    def iterations(self, run_id: str) -> list[dict[str, Any]]:
+        """The flow run's subflow runs, in order of their start. A retry has those that did not complete
+        run anew, and shows both.
+        """
+        found = self.post("/flow_runs/filter", flow_runs={"parent_flow_run_id": {"any_": [run_id]}})
+        return sorted(found, key=_start)
+
     def parts(self, run_id: str) -> dict[str, str]:
-        """{name: state's name} of the flow run's iterations and of the steps in them."""
-        flows = self.post("/flow_runs/filter", flow_runs={"parent_flow_run_id": {"any_": [run_id]}})
+        """{name: state's name} of the flow run's iterations and of the steps in them, each as it came
+        out the last time.
+        """
+        flows = self.iterations(run_id)
         within = {"id": {"any_": [flow["id"] for flow in flows]}}
-        tasks = self.post("/task_runs/filter", flow_runs=within)
-        return {run["name"].rpartition("/")[2]: run["state_name"] for run in [*flows, *tasks]}
+        steps = sorted(self.post("/task_runs/filter", flow_runs=within), key=_start)
+        return {run["name"].rpartition("/")[2]: run["state_name"] for run in [*flows, *steps]}
 
     def log(self, run_id: str) -> str:
         """The flow run's log, with that of its iterations, as its page shows it."""
-        flows = self.post("/flow_runs/filter", flow_runs={"parent_flow_run_id": {"any_": [run_id]}})
-        ids = [run_id, *(flow["id"] for flow in flows)]
+        ids = [run_id, *(flow["id"] for flow in self.iterations(run_id))]
         found = self.post("/logs/filter", logs={"flow_run_id": {"any_": ids}}, sort="TIMESTAMP_ASC")
         return "\n".join(line["message"] for line in found)
+
+
+def _start(run: dict[str, Any]) -> str:
+    return str(run["start_time"] or run["created"])
 
 
 def _environment_of(process: psutil.Process) -> dict[str, str]:
@@ -217,7 +236,7 @@ def _cmdline_of(process: psutil.Process) -> list[str]:
 @dataclass(frozen=True)
 class Seen:
     """What is to be seen of a run at one time: in the Prefect UI (state, parts), in its folder (run,
-    files: when each step's file was written), in MLflow.
+    files: when each step's file was written), in MLflow, and which of its actors are there.
     """
 
     state: dict[str, Any]
@@ -226,6 +245,7 @@ class Seen:
     attempts: list[str]
     files: dict[str, int]
     mlflow: str
+    actors: set[str]
 
 
 class Trained:
@@ -241,11 +261,21 @@ class Trained:
         self.recipe = recipe.model_dump(mode="json")
         self.id = ""
 
-    def start(self, **faults: str) -> None:
-        """Runs the deployment. faults: {what: at which point}, each once."""
-        self._marks.mkdir(parents=True)
-        planted = [{"do": w, "at": at, "once": str(self._marks / w)} for w, at in faults.items()]
-        self.id = self.prefect.run(planted, recipe=self.recipe)
+    def start(self, faults: dict[str, tuple[str, str]]) -> None:
+        """Runs the deployment. faults: {name: (what happens, at which point)}, each once."""
+        self.id = self.prefect.run(self._planted(faults), recipe=self.recipe)
+
+    def resume(self, faults: dict[str, tuple[str, str]]) -> None:
+        """Carries the run on with a new flow run, by its name alone; from here on that one counts."""
+        recipe = {"runs_dir": self.recipe["runs_dir"]}
+        self.id = self.prefect.run(self._planted(faults), resume=self.run.name, recipe=recipe)
+
+    def _planted(self, faults: dict[str, tuple[str, str]]) -> list[dict[str, str]]:
+        self._marks.mkdir(parents=True, exist_ok=True)
+        return [
+            {"do": what, "at": at, "once": str(self._marks / name)}
+            for name, (what, at) in faults.items()
+        ]
 
     def reached(self, fault: str) -> None:
         """Waits until the fault has happened."""
@@ -253,21 +283,37 @@ class Trained:
 
     def ended(self) -> Seen:
         """What is to be seen at the end that comes next."""
+        self.prefect.end_of(self.id)
+        # A worker notices the end of a process some seconds after the state. Retry in between would
+        # have it take the new process for dead.
+        until("the end of the process", 120, lambda: not self._processes())
+        until("the records of the end", 120, self._is_put_right)
         state = self.prefect.end_of(self.id)
-        # The server writes steps down, and the worker puts records right, a moment later.
-        until("the records of the end", 60, lambda: self._last_attempt() != "running")
-        end = time.monotonic() + 30
+        end = time.monotonic() + 30  # the server writes down what tasks did a moment later
         while (parts := self.prefect.parts(self.id)) and time.monotonic() < end:
             if not {"Running", "Pending"} & set(parts.values()):
                 break
             time.sleep(0.2)
-        return Seen(state, parts, self.run.state(), self._attempts(), self._files(), self._mlflow())
+        return Seen(
+            state,
+            parts,
+            self.run.state(),
+            self._attempts(),
+            self._files(),
+            self._mlflow(),
+            self.prefect.actors(self.id),
+        )
+
+    def _processes(self) -> list[psutil.Process]:
+        """The flow run's own; what it started ends at last when it has gone."""
+        found = self.prefect.processes(PREFECT__FLOW_RUN_ID=self.id)
+        return [p for p in found if "prefect" in " ".join(_cmdline_of(p))]
+
+    def _is_put_right(self) -> bool:
+        return self.run.state().is_over and self._attempts()[-1] != "running"
 
     def _attempts(self) -> list[str]:
         return [attempt["state"] for attempt in self.run.attempts()]
-
-    def _last_attempt(self) -> str:
-        return self._attempts()[-1]
 
     def _files(self) -> dict[str, int]:
         folder = self.run.folder / "iterations"

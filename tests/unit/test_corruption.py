@@ -2,6 +2,7 @@
 `settle`, never taken as it is. What is to happen follows from what a file is for.
 """
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,12 @@ BASES = {"trained": (OPEN, "train"), "sampling": (OPEN, "rollout.0000")}
 WHOLE = {"trained": Position(4, 4, 2), "sampling": Position(4, 3, 2)}
 
 
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch):
+    """Nothing here is about a machine that loses power."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """{base: (a run, another one that got as far)}."""
@@ -39,7 +46,7 @@ def made(tmp_path_factory):
 
 
 def paths(base: str) -> list[str]:
-    """Every file of the run `base`, but the lock's. Written out by the layout, not read from the disk."""
+    """Every file of the run `base`, but the lock's: by the layout, not read from the disk."""
     found = ["run.json", ".run.json.copy", "recipe.yaml", "attempts/00001.json"]
     found += ["data/train.parquet", "data/val.parquet", "model/model.safetensors"]
     last = {"trained": ["rollout", "reward", "train"], "sampling": ["rollout.0000"]}[base]
@@ -76,7 +83,7 @@ def test_the_matrix_has_every_file_of_the_folder(made):
 @dataclass
 class Expected:
     """verify: whether it names the file. position: after settling; None where settle refuses, with
-    `refusal` in the text. note: whether settle names the file. clean: whether verify then finds nothing.
+    `refusal` in the text. note: whether settle names the file. clean: verify finds nothing then.
     """
 
     verify: bool = True
@@ -131,10 +138,10 @@ def expected(base: str, path: str, damage: str) -> Expected:
         return Expected(position=Position(4, 3, 2), clean=True)  # from there on it is done again
     if step in ("rollout", "reward", "train") and max(SAVED) < n <= whole.version:
         return Expected(refusal=f"--from-step {step}@{n}")  # training is replayed over it
-    if n == OPEN - 1 and step in ("requantize", "recalibrate_kv"):
-        # What the engine samples iteration 4 with. Once it has, the record is enough.
-        if is_record or base == "sampling":
-            return Expected(refusal=f"--from-step {step}@{n}")
+    # What the engine samples iteration 4 with. Once it has, the record is enough.
+    is_for_engine = n == OPEN - 1 and step in ("requantize", "recalibrate_kv")
+    if is_for_engine and (is_record or base == "sampling"):
+        return Expected(refusal=f"--from-step {step}@{n}")
     return Expected(position=whole, note=False)  # of an old iteration: nothing needs it any more
 
 
@@ -160,9 +167,11 @@ def damage_file(run: Run, other: Run, path: str, damage: str) -> None:
 
 
 def names(texts: list[str], run: Run, path: str) -> bool:
-    """Whether one of `texts` names the file: by its path, or inside a checkpoint by folder and name."""
+    """Whether one of `texts` names the file: by its path, or by its checkpoint's or weights' folder and
+    its name in there.
+    """
     file = run.folder / path
-    if path.startswith("checkpoints/"):
+    if path.startswith(("checkpoints/", "weights/")):
         folder = run.folder.joinpath(*Path(path).parts[:2])
         return any(str(folder) in t and file.relative_to(folder).as_posix() in t for t in texts)
     return any(str(file) in text for text in texts)
@@ -179,7 +188,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("base", "path", "damage"), [pytest.param(*case, id="-".join(case)) for case in CASES])
+@pytest.mark.parametrize(
+    ("base", "path", "damage"), [pytest.param(*case, id="-".join(case)) for case in CASES]
+)
 def test_no_damage_is_taken_as_it_is(made, tmp_path, base, path, damage):
     run, other = copy_of(made[base][0], tmp_path), made[base][1]
     want = expected(base, path, damage)
@@ -238,7 +249,7 @@ def test_both_copies_of_the_identity_gone(made, tmp_path):
     run = copy_of(made["trained"][0], tmp_path)
     for name in ("run.json", ".run.json.copy"):
         replace_file(run.folder / name, b"{}")
-    with held(run), pytest.raises(IdentityError, match=r"run\.json and its copy .* cp BACKUP"):
+    with held(run), pytest.raises(IdentityError, match=r"run\.json and its copy .* \(`cp BACKUP"):
         settle(run)
     faults = verify_run(run).faults
     assert len(faults) == 1

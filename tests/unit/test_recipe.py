@@ -10,7 +10,14 @@ from fp8rl.model.source import model_dims
 from fp8rl.model.tiny import tiny_dims
 from fp8rl.numerics.formats import ScaleRule
 from fp8rl.preflight import require_runnable
-from fp8rl.recipe.load import dotted_keys, flatten, load_recipe, to_yaml
+from fp8rl.recipe.load import (
+    changes,
+    dotted_keys,
+    flatten,
+    load_recipe,
+    to_yaml,
+    with_overrides,
+)
 from fp8rl.recipe.rules import (
     RecipeError,
     check,
@@ -19,7 +26,15 @@ from fp8rl.recipe.rules import (
     rollout_fp8,
     warnings,
 )
-from fp8rl.recipe.schema import CorrectionMode, Device, Fp8Backend, Linear, Recipe
+from fp8rl.recipe.schema import (
+    BestMode,
+    CorrectionMode,
+    Device,
+    Fp8Backend,
+    Linear,
+    Recipe,
+    changes_numbers,
+)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = CONFIGS / "tiny"
@@ -352,3 +367,161 @@ def test_hybrid_and_scaling_reach_the_numerics():
     assert (fp8.input.element.name, fp8.gradient.element.name) == ("e4m3", "e5m2")
     assert fp8.weight.tile == (None, None)
     assert rollout_fp8(precision).gradient.element.name == "e4m3"
+
+
+# --- checkpoints, retries, stopping, and changes between recipes
+
+
+def tiny(*overrides: str) -> Recipe:
+    return load_recipe(TINY / "bf16.yaml", list(overrides)).recipe
+
+
+def test_sections_about_failing_and_stopping_have_usable_defaults():
+    recipe = Recipe()
+    assert (recipe.checkpoint.every, recipe.checkpoint.keep_last, recipe.checkpoint.keep_best) == (
+        5,
+        2,
+        1,
+    )
+    assert (recipe.checkpoint.metric, recipe.checkpoint.mode) == ("val/accuracy", BestMode.MAX)
+    assert recipe.checkpoint.asynchronous
+    assert (recipe.retry.attempts, recipe.retry.delay_s, recipe.retry.budget) == (2, 2.0, 20)
+    assert (recipe.stop.after_iteration, recipe.stop.time_limit_s) == (None, None)
+    assert recipe.step_timeout_s == 3600
+
+
+def test_sections_about_failing_and_stopping_are_read():
+    recipe = tiny("checkpoint={every: 3, mode: min, metric: train/loss}", "stop.time_limit_s=90")
+    assert (recipe.checkpoint.every, recipe.checkpoint.keep_last) == (3, 2)
+    assert recipe.checkpoint.mode is BestMode.MIN
+    assert recipe.stop.time_limit_s == 90
+    assert (
+        tiny("retry.attempts=0", "checkpoint.keep_best=0", "checkpoint.grace_s=0").retry.attempts == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("checkpoint.every=0", "checkpoint.every: Input should be greater than 0"),
+        ("checkpoint.keep_last=0", "checkpoint.keep_last: Input should be greater than 0"),
+        ("checkpoint.mode=best", "checkpoint.mode: Input should be 'max' or 'min'"),
+        ("retry.attempts=-1", "retry.attempts: Input should be greater than or equal to 0"),
+        ("retry.delay_s=-1", "retry.delay_s: Input should be greater than or equal to 0"),
+        ("stop.after_iteration=0", "stop.after_iteration: Input should be greater than 0"),
+        ("stop.time_limit_s=0", "stop.time_limit_s: Input should be greater than 0"),
+        ("step_timeout_s=0", "step_timeout_s: Input should be greater than 0"),
+        ("checkpoint.evry=2", "did you mean 'checkpoint.every'"),
+        ("retries.budget=2", "did you mean 'retry'"),
+        ("stop.after=2", "did you mean 'stop.after_iteration'"),
+    ],
+)
+def test_bad_values_about_failing_and_stopping_are_refused(override, message):
+    with pytest.raises(RecipeError) as error:
+        tiny(override)
+    assert message in str(error.value)
+
+
+# A value other than the default, for every key that no number of an iteration depends on.
+NOT_NUMBERS = {
+    "name": "x",
+    "arm": "x",
+    "runs_dir": "x",
+    "step_timeout_s": 5,
+    "iterations": 7,
+    "checkpoint.every": 9,
+    "checkpoint.keep_last": 9,
+    "checkpoint.keep_best": 9,
+    "checkpoint.metric": "x",
+    "checkpoint.mode": "min",
+    "checkpoint.asynchronous": "false",
+    "checkpoint.grace_s": 9,
+    "retry.attempts": 9,
+    "retry.delay_s": 9,
+    "retry.budget": 9,
+    "retry.smaller_micro_batch": "false",
+    "stop.after_iteration": 9,
+    "stop.time_limit_s": 9,
+    "tracking.uri": "x",
+    "tracking.experiment": "x",
+}
+
+
+@pytest.mark.parametrize("key", NOT_NUMBERS)
+def test_steps_are_of_the_same_recipe_whatever_no_number_depends_on(key):
+    changed = tiny(f"{key}={NOT_NUMBERS[key]}")
+    assert changed != tiny()
+    assert changed.step_digest() == tiny().step_digest()
+    assert (changed.digest() == tiny().digest()) == (key != "iterations")
+    assert not changes_numbers(key)
+
+
+def test_every_other_key_counts_as_a_change_of_numbers():
+    """A key that is added later is among them unless it is put on the list above by somebody."""
+    assert {key for key in dotted_keys() if not changes_numbers(key)} == set(NOT_NUMBERS)
+    for override in (
+        "seed=1",
+        "learner.lr=1",
+        "threads=1",
+        "task.options={digits: 4}",
+        "evaluate.every=3",
+    ):
+        assert tiny(override).step_digest() != tiny().step_digest()
+
+
+def test_changes_are_told_by_key():
+    assert changes(tiny(), tiny()) == {}
+    assert changes(tiny(), tiny("learner.lr=0.5", "checkpoint.every=2", "name=x")) == {
+        "learner.lr": ("0.0001", "0.5"),
+        "checkpoint.every": ("5", "2"),
+        "name": ("null", "x"),
+    }
+    # Options of another task are other keys.
+    assert changes(tiny(), tiny("task.options={size: 3}")) == {
+        "task.options.digits": ("5", "nothing"),
+        "task.options.size": ("nothing", "3"),
+    }
+
+
+def test_overrides_of_a_recipe_that_is_there():
+    recipe = tiny("name=x")
+    assert with_overrides(recipe, []) == recipe
+    changed = with_overrides(recipe, ["iterations=3", "retry={budget: 1}", "task.options={digits: 2}"])
+    assert (changed.iterations, changed.retry.budget, changed.retry.attempts) == (3, 1, 2)
+    assert changed.task.options == {"digits": 2}
+    assert changed.arm == recipe.arm
+    assert recipe.iterations == 40
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("iterations", "write it as key=value"),
+        (
+            "iterations=0",
+            "recipe: iterations: Input should be greater than 0 (got 0, from command line)",
+        ),
+        ("iteration=3", "unknown key 'iteration' (command line); did you mean 'iterations'"),
+        ("retry=3", "retry: Input should be a valid dictionary"),
+        ("name=../x", "cannot name a run"),
+        ("name=demo", "kept for other things"),
+    ],
+)
+def test_bad_overrides_of_a_recipe_that_is_there(override, message):
+    with pytest.raises(RecipeError) as error:
+        with_overrides(tiny(), [override])
+    assert message in str(error.value)
+
+
+def test_what_is_left_to_the_machine_is_settled_once(monkeypatch):
+    """Bits depend on both, so that a run takes them along to another machine."""
+    recipe = tiny("precision.rollout=fp8")
+    assert (recipe.threads, recipe.precision.backend) == (0, Fp8Backend.AUTO)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setattr("fp8rl.device.cpu_flags", lambda: {"avx512f"})
+    here = settled(recipe)
+    assert (here.threads, here.precision.backend) == (6, Fp8Backend.REFERENCE)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(2)))
+    assert settled(here) == here
+    assert settled(tiny("threads=3")).threads == 3
+    assert settled(recipe).step_digest() != here.step_digest()

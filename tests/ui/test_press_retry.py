@@ -1,0 +1,80 @@
+"""Retry, pressed in a browser. Needs the extra `ui` (playwright) and a Chromium; FP8RL_CHROMIUM names
+one that is not in the PATH. FP8RL_SCREENSHOTS names a folder for the pictures of the docs.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.ui.conftest import END_S, Trained
+
+pytestmark = pytest.mark.ui
+
+CHROMIUM = os.environ.get("FP8RL_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+# By class, not by text: a state may have a name of its own.
+ENDED = re.compile("state--(completed|failed|crashed|cancelled)")
+
+
+@pytest.fixture(scope="module")
+def page():
+    if importlib.util.find_spec("playwright") is None:
+        pytest.skip("playwright is not installed: .venv/bin/pip install playwright")
+    if CHROMIUM is None:
+        pytest.skip("no chromium or google-chrome in the PATH: install one, or set FP8RL_CHROMIUM")
+    from playwright.sync_api import sync_playwright
+
+    # In a container there is neither a sandbox nor a graphics card, and little shared memory.
+    options = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
+        page = browser.new_page(viewport={"width": 1440, "height": 1300})
+        page.set_default_timeout(60_000)
+        yield page
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    return Path(os.environ.get("FP8RL_SCREENSHOTS") or tmp_path_factory.mktemp("pictures"))
+
+
+def test_retry_pressed_on_the_page_of_a_failed_run(prefect, runs_dir, page, pictures):
+    from playwright.sync_api import expect
+
+    trained = Trained(prefect, runs_dir, "fp8-retry")
+    trained.start({"fails": ("raise", "step:train:2")})
+    failed = trained.ended()
+
+    page.goto(f"{prefect.ui}/runs/flow-run/{trained.id}")
+    state = page.locator(".state-badge").first  # the one in the page's heading
+    expect(state).to_have_text("Failed")
+    expect(page.locator("body")).to_contain_text("planted fault at step:train:2")
+    page.screenshot(path=pictures / "failed.png")
+    page.get_by_role("button", name="Retry", exact=True).click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_role("button", name="Retry", exact=True).click()
+    expect(dialog).to_have_count(0)
+    expect(state).not_to_have_class(ENDED)
+    expect(state).to_have_class(ENDED, timeout=1000 * END_S)
+    expect(state).to_have_text("Completed")
+
+    completed = trained.ended()
+    assert (completed.run.state, completed.mlflow) == ("finished", "FINISHED")
+    assert {name: completed.files.get(name) for name in failed.files} == failed.files
+    page.reload()
+    page.locator("canvas").first.wait_for()
+    page.wait_for_timeout(4000)  # the graph is drawn a while after its data came
+    page.screenshot(path=pictures / "retry.png")
+
+    iteration = prefect.iterations(trained.id)[-2]
+    assert iteration["name"] == "fp8-retry/2"
+    page.goto(f"{prefect.ui}/runs/flow-run/{iteration['id']}")
+    page.get_by_text("Task Runs", exact=True).click()
+    shown = {"rollout-2": "Cached", "reward-2": "Cached", "train-2": "Completed"}
+    for name, badge in shown.items():
+        expect(page.locator(".task-run-list-item", has_text=name)).to_contain_text(badge)
+    page.screenshot(path=pictures / "retry-tasks.png")
