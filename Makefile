@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Nothing here asks a hub for models or data.
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: setup demo test test-ui test-slow test-kill lint bench gpu-check clean
+.PHONY: setup demo test test-ui test-slow test-kill lint bench bench-resume gpu-check clean
 
 setup:
 	@infra/setup.sh
@@ -32,6 +32,9 @@ lint: setup
 bench: setup  ## timings, as JSON under benchmarks/results/
 	$(BIN)/python -m benchmarks.pipeline
 	$(BIN)/python -m benchmarks.numerics
+
+bench-resume: setup  ## what a kill costs on SmolLM2
+	$(BIN)/python -m benchmarks.resume
 
 gpu-check:  ## FP8 products and quantiser on a Hopper card; needs PyTorch, NumPy and this folder only
 	python3 infra/gpu_check.py --out docs/gpu_check.md

@@ -45,7 +45,8 @@ async def iteration(context: RunContext, iteration: int) -> Any:
     if iteration % recipe.evaluate.every == 0 or iteration == recipe.iterations:
         records.append(await evaluate(context, iteration))
     _commit(context, iteration, seconds, records, iteration_metrics(records, seconds, recipe))
-    if due(context, iteration):
+    # Where only the record of an earlier iteration was made again, the learner is further already.
+    if due(context, iteration) and not context.journal.is_committed(iteration + 1, "train"):
         await start_checkpoint(context, iteration)
     return None
 

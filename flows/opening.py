@@ -9,7 +9,6 @@ from typing import Any
 from fp8rl import machine
 from fp8rl.context import RunContext
 from fp8rl.device import compute_environment, resolve, settled
-from fp8rl.identity import restore_identity
 from fp8rl.lock import Owner, RunLock
 from fp8rl.model.source import describe_model, model_folder
 from fp8rl.position import Position, settle
@@ -98,8 +97,6 @@ def open_run(recipe: Recipe, resume: str | None, flow_run_id: str) -> Opened:
     try:
         if found is not None:
             recipe = run.recipe
-            restored = restore_identity(run.folder)
-            notes += [restored] if restored else []
             require_runnable(recipe)
             notes += _differences(run)
         position, damage = settle(run)

@@ -77,8 +77,8 @@ def rewind(run: Run, iteration: int, step: str) -> int:
         )
     files = [path for number, _, name in chosen for path in files_named_by(journal, number, name)]
     gone = [journal.record_path(number, name) for number, _, name in chosen]
-    has_weights = place(step) > place("train")  # of its iteration, so that its checkpoint stays
-    first_checkpoint = max(iteration + has_weights, run.origin + 1)
+    # A checkpoint stays as long as the weights that it is of; so a fork keeps its first one.
+    first_checkpoint = iteration + (place(step) > place("train"))
     gone += [
         checkpoints.checkpoint_folder(run.folder, version)
         for version in reversed(checkpoints.listing(run.folder))

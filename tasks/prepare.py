@@ -48,7 +48,10 @@ async def prepare_data(context: RunContext, iteration: int) -> tuple[dict[str, b
     environment = {"env_vars": compute_environment(context.recipe)}
     remote = ray.remote(_prepare_data).options(num_cpus=1, max_retries=0, runtime_env=environment)
     about: dict[str, Any] = await wait(remote.remote(context))
-    return {}, {"output": about, "written": tuple(sorted(context.data_dir.glob("*.parquet")))}
+    written = sorted(context.data_dir.glob("*.parquet"))
+    if context.recipe.model.is_tiny:  # its config and tokenizer; the weights are the warm start's
+        written += sorted(p for p in context.model_dir.iterdir() if p.name != MODEL_FILE)
+    return {}, {"output": about, "written": tuple(written)}
 
 
 @step("warm_start", _no_inputs)

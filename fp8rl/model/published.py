@@ -53,8 +53,11 @@ def _manifest(version: int, tensors: Mapping[str, Tensor]) -> Manifest:
         }
         for name, tensor in sorted(tensors.items())
     }
-    digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
-    return Manifest(version, entries, digest)
+    return Manifest(version, entries, _digest(entries))
+
+
+def _digest(entries: dict[str, dict[str, object]]) -> str:
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
 
 def write_published(folder: Path, version: int, tensors: Mapping[str, Tensor]) -> Manifest:
@@ -104,8 +107,15 @@ def read_published(folder: Path, version: int) -> tuple[Manifest, dict[str, Tens
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in `folder`; raises PublishedWeightsError where there is none."""
+    """The manifest in `folder`; raises PublishedWeightsError where there is none or it is damaged."""
     path = folder / _MANIFEST
     if not path.is_file():
         raise PublishedWeightsError(f"{folder} has no {_MANIFEST}: not a whole weight version")
-    return Manifest(**json.loads(path.read_text()))
+    try:
+        manifest = Manifest(**json.loads(path.read_text()))
+        whole = manifest.digest == _digest(manifest.tensors)
+    except (ValueError, TypeError):
+        whole = False
+    if not whole:
+        raise PublishedWeightsError(f"{path} is damaged: it does not match its own digest")
+    return manifest

@@ -208,11 +208,15 @@ class Prefect:
         steps = sorted(self.post("/task_runs/filter", flow_runs=within), key=_start)
         return {run["name"].rpartition("/")[2]: run["state_name"] for run in [*flows, *steps]}
 
-    def log(self, run_id: str) -> str:
-        """The flow run's log, with that of its iterations, as its page shows it."""
-        ids = [run_id, *(flow["id"] for flow in self.iterations(run_id))]
-        found = self.post("/logs/filter", logs={"flow_run_id": {"any_": ids}}, sort="TIMESTAMP_ASC")
-        return "\n".join(line["message"] for line in found)
+    def wait_for_log(self, run_id: str, words: str) -> None:
+        """Waits for `words` in the flow run's log as its page shows it; fails where they do not come."""
+        logs = {"flow_run_id": {"any_": [run_id]}}
+
+        def said() -> bool:  # lines are sent in batches, some seconds apart
+            found = self.post("/logs/filter", logs=logs, sort="TIMESTAMP_DESC")
+            return any(words in line["message"] for line in found)
+
+        until(f"{words!r} in the log", 60, said)
 
 
 def _start(run: dict[str, Any]) -> str:
@@ -236,7 +240,7 @@ def _cmdline_of(process: psutil.Process) -> list[str]:
 @dataclass(frozen=True)
 class Seen:
     """What is to be seen of a run at one time: in the Prefect UI (state, parts), in its folder (run,
-    files: when each step's file was written), in MLflow, and which of its actors are there.
+    files: when each step's file was written), in MLflow.
     """
 
     state: dict[str, Any]
@@ -245,7 +249,6 @@ class Seen:
     attempts: list[str]
     files: dict[str, int]
     mlflow: str
-    actors: set[str]
 
 
 class Trained:
@@ -282,32 +285,30 @@ class Trained:
         until(f"the fault {fault}", END_S, (self._marks / fault).exists)
 
     def ended(self) -> Seen:
-        """What is to be seen at the end that comes next."""
+        """What is to be seen at the end that comes next; fails where a process of the flow run, an
+        actor too, outlives it.
+        """
         self.prefect.end_of(self.id)
         # A worker notices the end of a process some seconds after the state. Retry in between would
         # have it take the new process for dead.
-        until("the end of the process", 120, lambda: not self._processes())
+        until(
+            "the end of the flow run's processes",
+            120,
+            lambda: not self.prefect.processes(PREFECT__FLOW_RUN_ID=self.id),
+        )
         until("the records of the end", 120, self._is_put_right)
-        state = self.prefect.end_of(self.id)
-        end = time.monotonic() + 30  # the server writes down what tasks did a moment later
-        while (parts := self.prefect.parts(self.id)) and time.monotonic() < end:
-            if not {"Running", "Pending"} & set(parts.values()):
+        state, parts = self.prefect.end_of(self.id), self._parts()
+        files, mlflow = self._files(), self._mlflow()
+        return Seen(state, parts, self.run.state(), self._attempts(), files, mlflow)
+
+    def _parts(self) -> dict[str, str]:
+        """The steps' states, as they are once the server has written all of them down."""
+        end = time.monotonic() + 30
+        while {"Running", "Pending"} & set((parts := self.prefect.parts(self.id)).values()):
+            if time.monotonic() > end:
                 break
             time.sleep(0.2)
-        return Seen(
-            state,
-            parts,
-            self.run.state(),
-            self._attempts(),
-            self._files(),
-            self._mlflow(),
-            self.prefect.actors(self.id),
-        )
-
-    def _processes(self) -> list[psutil.Process]:
-        """The flow run's own; what it started ends at last when it has gone."""
-        found = self.prefect.processes(PREFECT__FLOW_RUN_ID=self.id)
-        return [p for p in found if "prefect" in " ".join(_cmdline_of(p))]
+        return parts
 
     def _is_put_right(self) -> bool:
         return self.run.state().is_over and self._attempts()[-1] != "running"

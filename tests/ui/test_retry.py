@@ -1,5 +1,5 @@
-"""A standing Prefect server and a worker: a run that fails, is cancelled, fails again and is killed, and
-what Retry and the parameter `resume` make of it.
+"""A standing Prefect server and a worker: a run that fails, is cancelled, fails again and is killed,
+and what Retry and the parameter `resume` make of it.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ def test_a_failed_step_is_to_be_seen_everywhere(broken, failed):
     assert failed.run.reason == "FaultError: planted fault at step:train:2"
     assert (failed.parts["2"], failed.parts["train-2"]) == ("Failed", "Failed")
     assert failed.parts["rollout-2"] == failed.parts["reward-2"] == "Completed"
-    assert "planted fault at step:train:2" in broken.prefect.log(broken.id)
+    broken.prefect.wait_for_log(broken.id, "planted fault at step:train:2")
 
 
 def test_retry_does_no_committed_step_again(failed, cancelled):
@@ -133,11 +133,7 @@ def test_a_killed_process_is_marked_and_its_records_put_right(broken, killed):
     assert killed.attempts == ["failed", "cancelled", "failed", "killed"]
     assert (killed.run.state, killed.mlflow) == ("killed", "KILLED")
     assert (killed.parts["3"], killed.parts["evaluate-3"]) == ("Crashed", "Crashed")
-    assert "Retry, or fp8rl resume broken" in broken.prefect.log(broken.id)
-
-
-def test_no_actor_outlives_its_flow_run(broken, failed, cancelled, failed_again, killed):
-    assert [seen.actors for seen in (failed, cancelled, failed_again, killed)] == [set()] * 4
+    broken.prefect.wait_for_log(broken.id, "Retry, or fp8rl resume broken")
 
 
 def test_after_all_that_the_run_is_as_the_uninterrupted_one(broken, reference, completed):

@@ -286,6 +286,24 @@ def test_verify_names_all_faults_and_what_is_none(run):
     assert files_in(run) == before
 
 
+def test_manifests_are_checked_where_their_tensors_are_long_gone(run):
+    path = run.folder / "weights/v00001/manifest.json"
+    content = path.read_text()
+    assert not (path.parent / "weights.safetensors").exists()
+    values = json.loads(content)
+    digest = values["tensors"]["bias"]["sha256"]
+    for changed in (
+        content.replace(digest, "0" * 64),
+        content.replace(values["digest"], "0" * 64),
+        content.replace('"version": 1', '"version": 2'),
+        content.replace('"version"', '"edition"'),
+        "[]",
+    ):
+        replace_file(path, changed.encode())
+        (fault,) = verify_run(run).faults
+        assert str(path) in fault
+
+
 def test_verify_of_a_run_that_is_at_work_finds_no_fault(tmp_path):
     stops = [(0, "prepare_data"), (0, "requantize"), (1, "rollout.0001"), (1, "rollout")]
     for number, until in enumerate(stops):
