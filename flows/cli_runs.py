@@ -13,7 +13,7 @@ from rich.table import Table
 from flows.opening import identity
 from fp8rl.device import settled
 from fp8rl.disk import Removable, removable, remove, size_of
-from fp8rl.fork import fork, require_resumable
+from fp8rl.fork import fork, number_changes, require_resumable
 from fp8rl.identity import IdentityError
 from fp8rl.journal import JournalError
 from fp8rl.lock import LockedError, RunLock
@@ -54,8 +54,8 @@ def prepare_resume(
     if fork_as is not None:
         return _fork(run, recipe, fork_as, at, console)
     done = first_open_iteration(run.journal, run.origin) - 1
-    require_resumable(run, recipe, done)
     step = None if from_step is None else parse_step(from_step, done + 1)
+    require_resumable(run, recipe, done if step is None else min(done, step[0] - 1))
     if step is None and done >= recipe.iterations and run.state().state == "finished":
         raise RecipeError(
             f"run {name!r} is finished ({done} iterations). For more of them: "
@@ -63,8 +63,6 @@ def prepare_resume(
         )
     lock = RunLock(run.folder)
     try:
-        if recipe != run.recipe:
-            run.change_recipe(recipe)
         if step is not None:
             count = rewind(run, *step)
             console.print(
@@ -73,6 +71,8 @@ def prepare_resume(
                 soft_wrap=True,
                 highlight=False,
             )
+        if recipe != run.recipe:
+            run.change_recipe(recipe)
     finally:
         lock.release()
     return recipe, run.name
@@ -87,6 +87,9 @@ def _fork(
     require_runnable(recipe)
     run, lock = fork(parent, name, recipe, identity(recipe), at)
     lock.release()
+    if {"seed", "rollout.prompts", "task.train_prompts"} & number_changes(parent.recipe, recipe).keys():
+        text = "the order of prompts is another: some are seen again in this epoch, others not"
+        console.print(f"warning: {text}", style="yellow", highlight=False)
     console.print(
         f"run {name} starts from the checkpoint of iteration {run.origin} of run {parent.name}",
         highlight=False,

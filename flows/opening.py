@@ -90,7 +90,8 @@ def open_run(recipe: Recipe, resume: str | None, flow_run_id: str) -> Opened:
         recipe = settled(recipe)
         name = run_name(recipe)
         check_name(name)
-        run, lock = Run.create(runs, name, recipe, identity(recipe))
+        about = identity(recipe) | {"prefect_flow_run": flow_run_id}
+        run, lock = Run.create(runs, name, recipe, about)
         recipe = run.recipe
     else:
         run, lock = found, RunLock(found.folder)

@@ -9,7 +9,11 @@ from fp8rl.lock import LockedError, RunLock
 from fp8rl.runs import Run, State, all_runs, remove_unborn
 from fp8rl.tracking import Tracker
 
-_STATUS = {"finished": "FINISHED", "failed": "FAILED"}
+# How MLflow names the ways a run ends.
+MLFLOW_STATUS = {
+    **{"finished": "FINISHED", "failed": "FAILED"},
+    **dict.fromkeys(("cancelled", "stopped", "killed"), "KILLED"),
+}
 
 
 async def put_right(runs: Path, but: str | None = None) -> list[str]:
@@ -22,8 +26,12 @@ async def put_right(runs: Path, but: str | None = None) -> list[str]:
     remove_unborn(runs)
     done = []
     for run in all_runs(runs):
-        if run.name != but:
+        if run.name == but:
+            continue
+        try:
             done += await put_run_right(run)
+        except Exception as error:  # what is wrong with one run must not stop another one
+            done.append(f"run {run.name} could not be put right: {error}")
     for line in done:
         progress.emit(progress.Event("note", line))
     return done
@@ -58,7 +66,7 @@ async def _put_right(run: Run, found: State) -> list[str]:
     tracker = _tracker(run)
     if tracker.run_id is not None:
         ended_ms = int(last.get("ended", time.time()) * 1000)
-        tracker.set_status(_STATUS.get(state.state, "KILLED"), state.reason or None, ended_ms)
+        tracker.set_status(MLFLOW_STATUS[state.state], state.reason or None, ended_ms)
         told = tracker.flush()
         done.append(f"  MLflow: run {run.name} {'is up to date' if told else 'waits for the server'}")
     return done

@@ -4,16 +4,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
+
 from fp8rl import progress
 
 
 class StartTimes:
     """Seconds of each part, in order; closed when the first new step begins.
 
-    began: Unix time at which the command, or Prefect's worker, started this process.
+    began: Unix time at which the command, or Prefect's worker, started this process; of a second run in
+    one process, now.
     """
 
-    def __init__(self, began: float) -> None:
+    _is_first = True
+
+    def __init__(self) -> None:
+        began = psutil.Process().create_time() if StartTimes._is_first else time.time()
+        StartTimes._is_first = False
         self.began = began
         self.parts: dict[str, float] = {"process, imports and Prefect": time.time() - began}
         self._last = time.time()

@@ -8,7 +8,6 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-import psutil
 from prefect import flow
 from prefect.artifacts import (
     acreate_progress_artifact,
@@ -24,12 +23,13 @@ from flows.environment import set_quiet
 from flows.hooks import put_right_after
 from flows.iteration import first_weights, iteration
 from flows.opening import Opened, open_run
-from flows.reap import put_right
+from flows.reap import MLFLOW_STATUS, put_right
 from flows.restart import StartTimes
 from fp8rl import progress
 from fp8rl.context import RunContext
 from fp8rl.device import resolve
 from fp8rl.journal import ITERATION
+from fp8rl.lock import require_held
 from fp8rl.model.precision import both_sides, count_formats
 from fp8rl.recipe.rules import warnings
 from fp8rl.recipe.schema import Recipe
@@ -44,10 +44,17 @@ from tasks.checkpoint import (
 )
 from tasks.prepare import open_engines, precision_report, prepare_data, warm_start
 from tasks.ray_runtime import release, start_ray
+from tasks.step import with_retries
 
 
 class StopInOrder(Exception):
-    """The run is to stop here, checkpointed; the text says why."""
+    """The run is to stop here, checkpointed; the text says why. without: the override that a resume
+    needs, so that it does not stop again at once.
+    """
+
+    def __init__(self, reason: str, without: str) -> None:
+        super().__init__(reason)
+        self.without = without
 
 
 def _flow_run_name() -> str:
@@ -75,7 +82,7 @@ async def train(
     starts.
     """
     set_quiet()  # a worker starts this flow without the command
-    times = StartTimes(psutil.Process().create_time())
+    times = StartTimes()
     opened = open_run(recipe, resume, str(flow_run.get_id()))
     times.mark("journal and checkpoints checked")
     run, context = opened.run, opened.context()
@@ -92,9 +99,7 @@ async def train(
         # Whatever happens, and whichever of these fails: no engine is left running, all records say
         # how the run ended, and the lock is given up last.
         at_the_end.callback(opened.lock.release)
-        at_the_end.callback(lambda: run.end_attempt(opened.attempt, ends))
-        at_the_end.callback(lambda: _say_pending(tracker))
-        at_the_end.callback(lambda: _end_tracking(tracker, ends))
+        at_the_end.callback(lambda: _end_records(opened, tracker, ends))
         at_the_end.callback(release, context)
         at_the_end.enter_context(times.listening())
         try:
@@ -116,14 +121,16 @@ async def train(
             return summary
         except StopInOrder as stop:
             ends = State("stopped", str(stop))
-            message = f"{stop}. Retry, or fp8rl resume {run.name}"
+            # Not by a retry: the recipe would stop it again at once.
+            message = f"{stop}. To go on: fp8rl resume {run.name} {stop.without}"
             return Cancelled(name="Stopped", message=message)
         except BaseException as error:
             # Cancelled, interrupted or told to terminate: not an error of the run's own.
             own = isinstance(error, Exception)
             ends = State("failed" if own else "cancelled", _reason(error))
-            if not own:
-                progress.emit(progress.Event("note", save_before_leaving(context)))
+            # First: whoever told this process to end may not wait for the checkpoint.
+            run.end_attempt(opened.attempt, ends)
+            progress.emit(progress.Event("note", save_before_leaving(context)))
             raise
 
 
@@ -131,28 +138,27 @@ async def _train(
     context: RunContext, opened: Opened, tracker: Tracker, times: StartTimes
 ) -> dict[str, Any]:
     recipe, origin = context.recipe, context.origin
-    began = time.monotonic()
     data = await prepare_data(context, origin)
     tracker.put_json("data.json", data["output"])
     await warm_start(context, origin)
     times.mark("prompts and first weights")
     learner: list[dict[str, str]] = []
     if opened.position.iteration <= recipe.iterations:
-        learner = await open_engines(context, opened.position.version)
+        learner = await with_retries(open_engines, context)(context, opened.position.version)
         times.mark("engines")
     bar = await acreate_progress_artifact(progress=0.0, key=_key(context.run, "progress"))
-    said, slowest = False, 0.0
+    said, slowest = False, _slowest(context)
     for number in range(opened.first_iteration(), recipe.iterations + 1):
-        started = time.monotonic()
+        started = time.time()
         if number > origin:
-            await _stop_if_asked(context, number, began, slowest)
+            await _stop_if_asked(context, number, times.began, slowest)
         await _iterate(context, number, is_retry=opened.is_retry)
         said = said or await _say_precision(context, learner, tracker)
         tracker.flush()
         _emit(context, number)
         await finish_checkpoint(context, block=False)
         await aupdate_progress_artifact(bar, progress=100.0 * number / recipe.iterations)
-        slowest = max(slowest, time.monotonic() - started)
+        slowest = max(slowest, time.time() - started)
         await _say_times(context, opened, times)
     await _last_checkpoint(context, recipe.iterations)
     summary = summarise(context.journal)
@@ -179,17 +185,24 @@ async def _iterate(context: RunContext, number: int, *, is_retry: bool) -> None:
 async def _stop_if_asked(context: RunContext, number: int, began: float, slowest: float) -> None:
     """Stops before iteration `number` where recipe.stop says so; raises StopInOrder."""
     stop = context.recipe.stop
-    reason = ""
+    reason, without = "", ""
     if stop.after_iteration is not None and number > stop.after_iteration:
-        reason = f"stop.after_iteration={stop.after_iteration}"
+        reason, without = f"stop.after_iteration={stop.after_iteration}", "stop.after_iteration=null"
     elif stop.time_limit_s is not None:
-        # The slowest so far and a quarter of it for the checkpoint and what was not seen yet.
-        left = stop.time_limit_s - (time.monotonic() - began)
+        # The slowest so far, and a quarter of it for the checkpoint and what was not seen yet.
+        left = stop.time_limit_s - (time.time() - began)
         if left < 1.25 * slowest:
             reason = f"stop.time_limit_s={stop.time_limit_s:g}: {left:.0f} s are left"
     if reason:
         await _last_checkpoint(context, number - 1)
-        raise StopInOrder(f"stopped after iteration {number - 1} ({reason})")
+        raise StopInOrder(f"stopped after iteration {number - 1} ({reason})", without)
+
+
+def _slowest(context: RunContext) -> float:
+    """Seconds of the slowest iteration that earlier attempts made, with its evaluation."""
+    records = [r.metrics for r in context.journal.iterations() if r.iteration > context.origin]
+    names = ("timing/iteration_s", "timing/evaluate_s")
+    return max((sum(m.get(name, 0.0) for name in names) for m in records), default=0.0)
 
 
 async def _last_checkpoint(context: RunContext, version: int) -> None:
@@ -200,6 +213,9 @@ async def _last_checkpoint(context: RunContext, version: int) -> None:
             return
         await start_checkpoint(context, version)
     await finish_checkpoint(context, block=True)
+    if not is_checkpointed(context, version):
+        text = f"no checkpoint of version {version} could be written; a resume replays training"
+        progress.emit(progress.Event("note", text))
 
 
 async def _say_precision(context: RunContext, learner: list[dict[str, str]], tracker: Tracker) -> bool:
@@ -267,19 +283,23 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
-_MLFLOW = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "stopped": "KILLED"}
+def _end_records(opened: Opened, tracker: Tracker, ends: State) -> None:
+    """Says in both records how the run ended, unless another process has taken it over.
 
-
-def _end_tracking(tracker: Tracker, ends: State) -> None:
-    tracker.set_status(_MLFLOW[ends.state], ends.reason or None)
-    tracker.flush()
-
-
-def _say_pending(tracker: Tracker) -> None:
-    pending = tracker.pending()
-    if pending:
-        text = f"MLflow has not got {pending} yet; `fp8rl reap` sends it once the server is back"
-        progress.emit(progress.Event("note", text))
+    Never raises: what ended the run is what the user is to see.
+    """
+    try:
+        require_held(opened.run.folder)
+        opened.run.end_attempt(opened.attempt, ends)
+        tracker.set_status(MLFLOW_STATUS[ends.state], ends.reason or None)
+        tracker.flush()
+        pending = tracker.pending()
+        if pending:
+            text = f"MLflow has not got {pending} yet; `fp8rl reap` sends it once the server is back"
+            progress.emit(progress.Event("note", text))
+    except Exception as error:
+        text = f"the end of the run ({ends.state}) is not recorded everywhere: {error}"
+        progress.emit(progress.Event("note", f"{text}. `fp8rl reap` puts that right"))
 
 
 def _key(run: str, what: str) -> str:

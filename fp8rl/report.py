@@ -41,7 +41,9 @@ def summarise(journal: Journal) -> dict[str, Any]:
     over the iterations after the first, which warms caches up (the first where it is the only one).
     """
     records = journal.iterations()
-    first, last = records[0].metrics, records[-1].metrics
+    # Of a run that was made shorter the last iteration has no evaluation.
+    evaluated = [record.metrics for record in records if "val/accuracy" in record.metrics]
+    first, last = evaluated[0], evaluated[-1]
     steady = records[2:] or records[1:]
 
     def median(name: str) -> float:

@@ -239,7 +239,12 @@ class Run:
 
     def resume_command(self) -> str:
         """What the user types to carry on; empty where there is nothing to carry on."""
-        return "" if self.state().state in ("running", "finished") else f"fp8rl resume {self.name}"
+        if self.state().state in ("running", "finished"):
+            return ""
+        # The stop that it came to would stop it again at once.
+        last = self.recipe.stop.after_iteration
+        reached = last is not None and self.journal.is_committed(last, ITERATION)
+        return f"fp8rl resume {self.name}" + (" stop.after_iteration=null" if reached else "")
 
     def describe(self) -> str:
         """What is in the folder of a name that is taken, and what the user can do."""
@@ -303,6 +308,11 @@ def run_of_flow(runs: Path, flow_run_id: str) -> Run | None:
     for run in all_runs(runs):
         if any(attempt.get("prefect_flow_run") == flow_run_id for attempt in run.attempts()):
             return run
+        try:  # it may have been killed between making the run and beginning to work on it
+            if run.about.get("prefect_flow_run") == flow_run_id:
+                return run
+        except IdentityError:
+            continue
     return None
 
 

@@ -19,7 +19,7 @@ from fp8rl.recipe.schema import Recipe
 from fp8rl.tracking_queue import Queue
 from fp8rl.tracking_server import RUN_ID_TAG, RUN_TAG, AwayError, Server, TrackingError, tracking_uri
 
-__all__ = ["RUN_ID_TAG", "RUN_TAG", "Tracker", "TrackingError", "end_of_dead_run", "tracking_uri"]
+__all__ = ["RUN_ID_TAG", "RUN_TAG", "Tracker", "TrackingError", "tracking_uri"]
 
 _STATUSES = ("RUNNING", "FINISHED", "FAILED", "KILLED")
 
@@ -137,9 +137,8 @@ class Tracker:
     def flush(self) -> bool:
         """Pushes all that is pending; False where the server is away, and then it stays pending.
 
-        Raises ValueError naming an infinite metric, which MLflow would store as a huge finite number,
-        and MLflow's own errors where it refuses something (a name, a permission). The status is
-        pushed also then.
+        Raises MLflow's own errors where it refuses something (a name, a permission); the status is
+        pushed also then. An infinite metric gets no point: a tag and a note name it.
         """
         try:
             self._push()
@@ -232,7 +231,9 @@ class Tracker:
         """Pushes all but the status; returns what MLflow, or this, refused. Raises where it is away."""
         try:
             records = self._records()
-            if self._queue.is_taken_back(records) and self._create:
+            if self._queue.is_taken_back(records):
+                if not self._create:
+                    return None  # the resume that took it back makes the MLflow run anew
                 self._queue.state.rebuild = True
                 self._queue.save()
                 self._open(client)
@@ -260,11 +261,16 @@ class Tracker:
             queue.pushed_artifact(name, digest)
 
     def _push_points(self, client: Any, run: str, record: StepRecord) -> None:
-        infinite = [name for name, value in record.metrics.items() if math.isinf(value)]
-        if infinite:
-            raise ValueError(f"infinite metrics at step {record.iteration}: {', '.join(infinite)}")
+        # MLflow would store an infinite value as a huge finite one.
+        infinite = sorted(name for name, value in record.metrics.items() if math.isinf(value))
+        finite = {name: value for name, value in record.metrics.items() if name not in infinite}
         faults.point(f"tracking:{record.iteration}:before-push")
-        tracking_server.push_points(client, run, record.iteration, record.metrics, record.t_ms)
+        tracking_server.push_points(client, run, record.iteration, finite, record.t_ms)
+        if infinite:
+            names = ", ".join(infinite)
+            tag = {f"fp8rl.infinite.{record.iteration:05d}": names}
+            tracking_server.push_tags(client, run, tag)
+            self._note(f"has no point of iteration {record.iteration} for what is infinite: {names}")
         faults.point(f"tracking:{record.iteration}:after-push")
         self._queue.pushed_record(record)
 
@@ -279,29 +285,6 @@ class Tracker:
 
     def _params_digest(self) -> str:
         return _digest(flatten(self._recipe))
-
-
-def end_of_dead_run(
-    folder: Path,
-    recipe: Recipe,
-    run: str,
-    run_id: str,
-    records: Callable[[], list[StepRecord]],
-    status: str,
-    reason: str | None,
-    ended_ms: int | None = None,
-) -> bool:
-    """Puts right what MLflow shows of a run whose process is gone: its points and how it ended.
-
-    Never makes an MLflow run: where there is none, there is nothing to put right. False where the
-    server is away: the status is noted in the folder, and this may be called again. Raises as
-    `Tracker.flush`.
-    """
-    tracker = Tracker(
-        recipe, run=run, run_id=run_id, folder=folder, records=records, tags={}, create=False
-    )
-    tracker.set_status(status, reason, ended_ms)
-    return tracker.flush()
 
 
 def _digest(values: dict[str, str]) -> str:

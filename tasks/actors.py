@@ -4,6 +4,7 @@ They read step outputs from the run folder themselves, so the flow process never
 never imports torch. Every import of an engine is inside a method for the same reason.
 """
 
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,17 +45,28 @@ class LearnerActor:
         """The weight version held; None before any, and in the middle of a training step."""
         return {"version": None if self._learner is None else self._learner.version}
 
-    def restore(self, context: RunContext, checkpoint: Path | None) -> int:
+    def restore(self, context: RunContext, checkpoint: Path | None) -> dict[str, Any]:
         """Takes up the state in a checkpoint's folder, or the run's initial weights as version 0 with a
-        fresh optimiser; returns the version.
+        fresh optimiser; returns {"version", "weights": their digest}.
+
+        A checkpoint that is being written is finished first. Raises what its writing raised.
         """
         from fp8rl.learner.learner import Learner
 
-        self._learner = Learner(context.model_dir, context.recipe)
+        if self._learner is not None:
+            self._learner.finish_checkpoint(block=True)
+            # Memory may be what ran out: two learners at once would need twice as much.
+            self._learner = None
+            gc.collect()
+        learner = Learner(context.model_dir, context.recipe)
         if checkpoint is None:
-            self._learner.load(context.model_dir, 0)
-            return 0
-        return self._learner.restore(checkpoint)
+            learner.load(context.model_dir, 0)
+        else:
+            state = learner.restore(checkpoint)
+            if state["run_id"] == context.journal.run_id:  # else a fork's, with a recipe of its own
+                _require_same_run(context, checkpoint, state)
+        self._learner = learner
+        return {"version": learner.version, "weights": learner.weights_digest()}
 
     def precision_table(self) -> list[dict[str, str]]:
         """Requested and effective precision of every parameter, after a forward pass."""
@@ -135,6 +147,18 @@ class LearnerActor:
         """The version of the checkpoint written last; None where none was begun, or, unless `block`,
         where it is still being written. Raises what the writing raised."""
         return self.learner.finish_checkpoint(block=block)
+
+
+def _require_same_run(context: RunContext, checkpoint: Path, state: dict[str, Any]) -> None:
+    """Raises CheckpointError unless the checkpoint is of this recipe and these prompts."""
+    from fp8rl.checkpoints import CheckpointError
+
+    prompts = context.journal.record(context.origin, "prepare_data").files
+    found = {"recipe": state["recipe_digest"], "prompts": state["data"]["files"]}
+    wanted = {"recipe": context.recipe.step_digest(), "prompts": prompts}
+    other = [what for what, value in wanted.items() if found[what] != value]
+    if other:
+        raise CheckpointError(f"{checkpoint} was written under another {' and other '.join(other)}")
 
 
 def _require_match(rollouts: dict[str, list[Any]], rewards: dict[str, list[Any]], version: int) -> None:

@@ -3,6 +3,8 @@
 A checkpoint needs no record in the journal: its own manifest says that it is whole.
 """
 
+import asyncio
+import time
 from typing import Any
 
 import ray
@@ -58,6 +60,10 @@ def _kv_history(context: RunContext, version: int) -> dict[str, dict[str, float]
 
 @task(name="checkpoint", task_run_name="checkpoint-{version}", cache_policy=NO_CACHE)
 async def _start(context: RunContext, version: int) -> None:
+    await asyncio.wait_for(_begin(context, version), context.recipe.step_timeout_s)
+
+
+async def _begin(context: RunContext, version: int) -> None:
     learner = await ensure_learner(context, version)
     await _finish(context, learner, block=True)
     folder = checkpoints.checkpoint_folder(context.folder, version)
@@ -90,7 +96,8 @@ async def finish_checkpoint(context: RunContext, *, block: bool) -> None:
     if is_new(context, "learner"):
         return
     try:
-        await _finish(context, learner_actor(context), block=block)
+        work = _finish(context, learner_actor(context), block=block)
+        await asyncio.wait_for(work, context.recipe.step_timeout_s)
     except RayActorError as error:
         # The next step that needs the learner makes it again; the next checkpoint takes the place of
         # the one that died with it.
@@ -110,33 +117,32 @@ async def _finish(context: RunContext, learner: Any, *, block: bool) -> None:
 
 def save_before_leaving(context: RunContext) -> str:
     """Saves the learner's weights now, if they are committed and not saved yet, within the recipe's
-    grace; returns in words what was done. For a process that is told to end: it waits without the
+    grace; returns in words what was done. For a process that is about to end: it waits without the
     event loop, and never raises.
     """
     if is_new(context, "learner"):
-        return "the learner was not up; nothing to save"
-    options = context.recipe.checkpoint
+        return "the learner was not up: nothing to save"
+    grace = context.recipe.checkpoint.grace_s
+    deadline = time.monotonic() + grace
+
+    def left() -> float:
+        return max(0.1, deadline - time.monotonic())
+
     try:
         learner = learner_actor(context)
-        held = ray.get(learner.status.remote(), timeout=options.grace_s)["version"]
-        if held is None or not _is_trained(context, held):
+        held = ray.get(learner.status.remote(), timeout=left())["version"]
+        ray.get(learner.finish_checkpoint.remote(True), timeout=left())
+        if held == context.origin:
+            return "the learner holds the weights that the run starts from: nothing to save"
+        if held is None or not context.journal.is_committed(held, "train"):
             return "the learner is in the middle of a step: training will be replayed"
-        if not is_checkpointed(context, held):
-            folder = checkpoints.checkpoint_folder(context.folder, held)
+        folder = checkpoints.checkpoint_folder(context.folder, held)
+        if not (folder / checkpoints.MANIFEST).is_file():
             state = _state(context, held)
-            ray.get(
-                learner.start_checkpoint.remote(folder, held, state, False), timeout=options.grace_s
-            )
+            ray.get(learner.start_checkpoint.remote(folder, held, state, False), timeout=left())
         return f"checkpoint of version {held} is written"
     except Exception as error:  # whatever it is, the run can be resumed without this checkpoint
-        return f"no checkpoint could be written within {options.grace_s:g} s ({error})"
-
-
-def _is_trained(context: RunContext, version: int) -> bool:
-    """Whether the train step that made `version` is committed."""
-    if version == context.origin:
-        return False  # the run starts from it anyway
-    return context.journal.is_committed(version, "train")
+        return f"no checkpoint could be written within {grace:g} s ({type(error).__name__}: {error})"
 
 
 def due(context: RunContext, iteration: int) -> bool:

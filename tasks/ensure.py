@@ -11,11 +11,20 @@ import time
 from typing import Any
 
 from prefect.logging import get_run_logger
+from ray.exceptions import RayActorError
 
 from fp8rl import checkpoints, progress
 from fp8rl.context import RunContext
 from fp8rl.recipe.schema import Linear
-from tasks.ray_runtime import engine_actor, is_new, learner_actor, release_actor, wait
+from tasks.inputs import masters_digest
+from tasks.ray_runtime import (
+    engine_actor,
+    has_answered,
+    learner_actor,
+    note_answer,
+    release_actor,
+    wait,
+)
 
 # An actor that is up answers at once; one that does not is stuck, and is made again.
 HEALTH_S = 60.0
@@ -25,26 +34,29 @@ class ReplayError(RuntimeError):
     """Training over the journalled rollouts did not come to the weights that were recorded."""
 
 
-async def _status(context: RunContext, kind: str, make: Any) -> tuple[Any, dict[str, Any]]:
-    """(handle, what it holds) of an actor that answers; one that is dead or stuck is made again."""
-    from ray.exceptions import RayActorError
+async def status_of(context: RunContext, kind: str, make: Any) -> tuple[Any, dict[str, Any]]:
+    """(handle, what it holds) of an actor that answers; one that is dead or stuck is made again.
 
-    if not is_new(context, kind):
-        actor = make(context)
-        try:
-            return actor, await asyncio.wait_for(wait(actor.status.remote()), HEALTH_S)
-        except (RayActorError, TimeoutError) as error:
-            said = str(error).strip().splitlines()[0] if str(error) else "it does not answer"
-            get_run_logger().warning("the %s is made again: %s", kind, said)
-            progress.emit(progress.Event("note", f"the {kind} is made again: {said}"))
-            release_actor(context, kind)
+    One that has not answered yet is starting: that may take as long as the step may.
+    """
     actor = make(context)
-    return actor, await wait(actor.status.remote())
+    limit = HEALTH_S if has_answered(context, kind) else None
+    try:
+        status = await asyncio.wait_for(wait(actor.status.remote()), limit)
+    except (RayActorError, TimeoutError) as error:
+        said = str(error).strip().splitlines()[0] if str(error) else "it does not answer"
+        get_run_logger().warning("the %s is made again: %s", kind, said)
+        progress.emit(progress.Event("note", f"the {kind} is made again: {said}"))
+        release_actor(context, kind)
+        actor = make(context)
+        status = await wait(actor.status.remote())
+    note_answer(context, kind)
+    return actor, status
 
 
 async def ensure_learner(context: RunContext, version: int) -> Any:
     """The learner, holding weight `version`."""
-    actor, status = await _status(context, "learner", learner_actor)
+    actor, status = await status_of(context, "learner", learner_actor)
     if status["version"] != version:
         await _restore_learner(context, actor, version)
     return actor
@@ -57,9 +69,15 @@ async def _restore_learner(context: RunContext, actor: Any, version: int) -> Non
     )
     for line in damaged:
         progress.emit(progress.Event("note", f"checkpoint passed over: {line}"))
-    held: int = await wait(
-        actor.restore.remote(context, None if checkpoint is None else checkpoint.folder)
-    )
+    folder = None if checkpoint is None else checkpoint.folder
+    taken_up = await wait(actor.restore.remote(context, folder))
+    held: int = taken_up["version"]
+    if checkpoint is not None and taken_up["weights"] != masters_digest(context, held):
+        raise ReplayError(
+            f"{checkpoint.folder} gave other weights than those that train recorded for iteration "
+            f"{held}. Remove that folder, then `fp8rl resume {context.run}`: an older checkpoint and "
+            "more replay take its place"
+        )
     restored = time.perf_counter()
     for iteration in range(held + 1, version + 1):
         text = f"replay to iteration {version}"
@@ -100,7 +118,7 @@ async def ensure_engine(context: RunContext, version: int, *, scales: bool = Tru
 
     Raises RuntimeError where it loaded other weights than those that were recorded.
     """
-    actor, status = await _status(context, "engine", engine_actor)
+    actor, status = await status_of(context, "engine", engine_actor)
     journal = context.journal
     if status["version"] != version:
         recorded = journal.record(version, "requantize").output["digest"]
@@ -118,7 +136,7 @@ async def load_published(context: RunContext, version: int, recorded: str) -> No
 
     Raises RuntimeError where the weights are not those whose manifest has the digest `recorded`.
     """
-    engine, _ = await _status(context, "engine", engine_actor)
+    engine, _ = await status_of(context, "engine", engine_actor)
     folder = context.journal.weights_folder(version)
     loaded = await wait(engine.load_weights.remote(folder, version))
     if loaded.get("digest") == recorded:

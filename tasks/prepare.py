@@ -14,8 +14,8 @@ from fp8rl.context import RunContext
 from fp8rl.device import compute_environment
 from fp8rl.files import copy_atomic, file_sha256, fsync_file, sha256
 from fp8rl.journal import MODEL_FILE
-from tasks.ensure import ensure_learner
-from tasks.ray_runtime import engine_actor, learner_actor, wait
+from tasks.ensure import ensure_learner, status_of
+from tasks.ray_runtime import engine_actor, is_new, learner_actor, wait
 from tasks.step import step
 
 _STEPS_PER_CALL = 10
@@ -114,16 +114,22 @@ async def open_engines(context: RunContext, version: int) -> list[dict[str, str]
     Returns the learner's table of effective precision.
     """
     progress.emit(progress.Event("phase", "vLLM and Megatron-core start"))
-    engine = engine_actor(context)  # starts in the background
+    return await asyncio.wait_for(_open(context, version), context.recipe.step_timeout_s)
+
+
+async def _open(context: RunContext, version: int) -> list[dict[str, str]]:
+    engine_actor(context)  # starts in the background
     learner = await ensure_learner(context, version)
     table: list[dict[str, str]] = await wait(learner.precision_table.remote())
     progress.emit(progress.Event("phase", "vLLM starts"))
-    await wait(engine.status.remote())
+    await status_of(context, "engine", engine_actor)
     return table
 
 
 @task(name="precision_report", cache_policy=NO_CACHE)
 async def precision_report(context: RunContext) -> dict[str, Any]:
     """What the engine really runs; raises where it is not the plan. Empty before its first forward."""
+    if is_new(context, "engine"):
+        return {}
     report: dict[str, Any] = await wait(engine_actor(context).precision_report.remote())
     return report

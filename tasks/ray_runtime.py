@@ -1,6 +1,7 @@
 """Ray, as the steps use it: start, actors by name, and waiting that can be cancelled."""
 
 import asyncio
+import itertools
 import os
 import signal
 from typing import Any
@@ -48,6 +49,9 @@ def start_ray() -> None:
 
 # Ray ends an actor with the last handle to it, so the flow process keeps them for the run's life.
 _handles: dict[str, Any] = {}
+_numbers = itertools.count(1)
+# Those of them that have answered once.
+_answered: set[str] = set()
 
 
 def _actor(context: RunContext, kind: str, cls: type, *args: Any) -> Any:
@@ -59,7 +63,8 @@ def _actor(context: RunContext, kind: str, cls: type, *args: Any) -> Any:
         _handles[name] = (
             ray.remote(cls)
             .options(
-                name=name,
+                # Another process may still be dying under the plain name on a Ray that is shared.
+                name=f"{name}:{os.getpid()}:{next(_numbers)}",
                 namespace=NAMESPACE,
                 num_cpus=0,
                 max_restarts=0,
@@ -95,10 +100,21 @@ def is_new(context: RunContext, kind: str) -> bool:
     return context.actor_name(kind) not in _handles
 
 
+def has_answered(context: RunContext, kind: str) -> bool:
+    """Whether the run's actor of this kind has ever answered: until then it is starting."""
+    return context.actor_name(kind) in _answered
+
+
+def note_answer(context: RunContext, kind: str) -> None:
+    """Notes that the run's actor of this kind is up."""
+    _answered.add(context.actor_name(kind))
+
+
 def release_actor(context: RunContext, kind: str) -> None:
     """Ends the run's actor of this kind, whatever it is doing."""
     import ray
 
+    _answered.discard(context.actor_name(kind))
     handle = _handles.pop(context.actor_name(kind), None)
     if handle is not None and ray.is_initialized():
         ray.kill(handle, no_restart=True)

@@ -28,7 +28,12 @@ async def score(task: Task, texts: list[str], entries: list[str]) -> dict[str, l
         remote.remote(task, texts[i : i + size], entries[i : i + size])
         for i in range(0, len(texts), size)
     ]
-    rows = [row for ref in refs for row in await wait(ref)]
+    try:
+        rows = [row for ref in refs for row in await wait(ref)]
+    except BaseException:
+        for ref in refs:  # one that hangs would keep its CPU, and the next try would wait for it
+            ray.cancel(ref, force=True)
+        raise
     if all(row[1] == "error" for row in rows):
         raise RuntimeError(f"the verifier of {task.name} failed on every sample; first: {rows[0][2]}")
     return {

@@ -248,17 +248,16 @@ class Learner:
         done = self._writer.finish()
         return None if done is None else done.version
 
-    def restore(self, checkpoint: Path) -> int:
-        """Takes up the state in a verified checkpoint; returns its version.
+    def restore(self, checkpoint: Path) -> dict[str, Any]:
+        """Takes up the state in a verified checkpoint; returns what it keeps besides tensors.
 
         Raises CheckpointError naming the tensor that does not fit.
         """
         tensors, state = load(checkpoint)
         restore(self.model, self.optimiser, tensors)
         restore_rng(state["rng"])
-        version: int = state["version"]
-        self.version = version
-        return version
+        self.version = state["version"]
+        return state
 
     def published_tensors(self) -> dict[str, Tensor]:
         """What the rollout engine is to hold, by Hugging Face name, in the rollout's formats.

@@ -47,6 +47,16 @@ def context_of(run):
     )
 
 
+def named_actors(context):
+    """Actors of the run that Ray knows."""
+    import ray
+
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    return [
+        n for n in names if n.startswith((context.actor_name("engine"), context.actor_name("learner")))
+    ]
+
+
 def mlflow_client(run):
     from mlflow import MlflowClient
 
@@ -218,22 +228,13 @@ def test_arms_start_from_the_same_weights(run_arm):
 
 
 def test_actors_are_gone_after_a_run(run):
-    import ray
-
-    from tasks.ray_runtime import NAMESPACE
-
-    for kind in ("engine", "learner"):
-        with pytest.raises(ValueError, match="Failed to look up actor"):
-            ray.get_actor(context_of(run).actor_name(kind), NAMESPACE)
+    assert named_actors(context_of(run)) == []
 
 
 def test_a_failing_run_says_so_everywhere_and_leaves_nothing_running(runs_dir, run_arm):
     """An engine without room for one sequence: vLLM itself refuses to start."""
-    import ray
-
     from flows.training import train
     from fp8rl.recipe.load import load_recipe
-    from tasks.ray_runtime import NAMESPACE
     from tests.pipeline.conftest import SHORT, TINY
 
     first = run_arm("bf16")  # for the warm start
@@ -261,5 +262,4 @@ def test_a_failing_run_says_so_everywhere_and_leaves_nothing_running(runs_dir, r
     assert [r.info.status for r in found] == ["FAILED"]
     folder = runs_dir / "test-failing"
     failed = RunContext(run="test-failing", folder=folder, model_dir=folder / "model", recipe=recipe)
-    with pytest.raises(ValueError, match="Failed to look up actor"):
-        ray.get_actor(failed.actor_name("engine"), NAMESPACE)
+    assert named_actors(failed) == []

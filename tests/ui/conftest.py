@@ -58,7 +58,7 @@ class Prefect:
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_WORKER_QUERY_SECONDS": "1",
         }
-        self._http = httpx.Client(base_url=self.api, timeout=60.0)
+        self._http = httpx.Client(base_url=self.api, timeout=START_S)
 
     # Processes.
 
@@ -209,7 +209,7 @@ class Prefect:
         return {run["name"].rpartition("/")[2]: run["state_name"] for run in [*flows, *steps]}
 
     def wait_for_log(self, run_id: str, words: str) -> None:
-        """Waits for `words` in the flow run's log as its page shows it; fails where they do not come."""
+        """Waits for `words` in the flow run's log, as its page shows it; fails where none come."""
         logs = {"flow_run_id": {"any_": [run_id]}}
 
         def said() -> bool:  # lines are sent in batches, some seconds apart

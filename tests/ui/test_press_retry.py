@@ -53,7 +53,6 @@ def test_retry_pressed_on_the_page_of_a_failed_run(prefect, runs_dir, page, pict
     state = page.locator(".state-badge").first  # the one in the page's heading
     expect(state).to_have_text("Failed")
     expect(page.locator("body")).to_contain_text("planted fault at step:train:2")
-    page.screenshot(path=pictures / "failed.png")
     page.get_by_role("button", name="Retry", exact=True).click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_role("button", name="Retry", exact=True).click()
@@ -66,6 +65,10 @@ def test_retry_pressed_on_the_page_of_a_failed_run(prefect, runs_dir, page, pict
     assert (completed.run.state, completed.mlflow) == ("finished", "FINISHED")
     assert {name: completed.files.get(name) for name in failed.files} == failed.files
     page.reload()
+    page.get_by_text("Subflow Runs", exact=True).click()
+    iterations = page.locator(".flow-run-list-item")
+    for name, badges in (("/0", ["Cached"]), ("/1", ["Cached"]), ("/2", ["Completed", "Failed"])):
+        expect(iterations.filter(has_text=f"fp8-retry{name}")).to_contain_text(badges)
     page.locator("canvas").first.wait_for()
     page.wait_for_timeout(4000)  # the graph is drawn a while after its data came
     page.screenshot(path=pictures / "retry.png")

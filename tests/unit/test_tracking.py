@@ -22,7 +22,7 @@ from fp8rl import progress
 from fp8rl.journal import StepRecord
 from fp8rl.recipe.load import flatten
 from fp8rl.recipe.schema import Recipe, Tracking
-from fp8rl.tracking import Tracker, TrackingError, end_of_dead_run
+from fp8rl.tracking import Tracker, TrackingError
 from fp8rl.tracking_server import Server, shown
 
 ROOT = Path(__file__).parents[2]
@@ -232,19 +232,19 @@ def test_password_is_not_shown():
 # Values.
 
 
-def test_infinite_metric_is_refused_by_name_and_the_status_still_arrives(folder):
+def test_infinite_metric_gets_no_point_and_is_named_and_training_goes_on(folder):
     tracker = tracker_of(folder)
     tracker.start(may_be_away=False)
     commit(folder, 0)
     commit(folder, 1, **{"mismatch/kl": math.inf, "mismatch/low": -math.inf})
-    with pytest.raises(ValueError, match="infinite metrics at step 1: mismatch/kl, mismatch/low"):
-        tracker.flush()
-    assert {step for _, step in points(tracker)} == {0}
-    tracker.set_status("FAILED", "infinite metric")
-    with pytest.raises(ValueError, match="mismatch/kl"):
-        tracker.flush()
-    assert only_run(tracker).info.status == "FAILED"
-    assert only_run(tracker).data.tags["fp8rl.reason"] == "infinite metric"
+    commit(folder, 2)
+    assert tracker.flush()
+    found = points(tracker)
+    assert {step for _, step in found} == {0, 1, 2}
+    assert not {name for name, _ in found} & {"mismatch/kl", "mismatch/low"}
+    tags = only_run(tracker).data.tags
+    assert tags["fp8rl.infinite.00001"] == "mismatch/kl, mismatch/low"
+    assert "fp8rl.infinite.00002" not in tags
 
 
 def test_what_mlflow_refuses_is_an_error(folder):
@@ -471,16 +471,18 @@ def test_rebuild_killed_in_between(folder):
 
 
 def dead(folder, status="KILLED", reason="killed"):
-    return end_of_dead_run(
-        folder / "a run",
+    """As a reaper puts the run right: it keeps an MLflow run up to date and makes none."""
+    tracker = Tracker(
         recipe_of(folder),
-        "a run",
-        "id-1",
-        lambda: records_of(folder),
-        status,
-        reason,
-        T0,
+        run="a run",
+        run_id="id-1",
+        folder=folder / "a run",
+        records=lambda: records_of(folder),
+        tags={},
+        create=False,
     )
+    tracker.set_status(status, reason, T0)
+    return tracker.flush()
 
 
 def test_dead_run_is_put_right(folder):
