@@ -9,13 +9,16 @@ from typing import Any
 from fp8rl import machine
 from fp8rl.context import RunContext
 from fp8rl.device import compute_environment, resolve, settled
-from fp8rl.lock import Owner, RunLock
+from fp8rl.lock import LockedError, Owner, RunLock
 from fp8rl.model.source import describe_model, model_folder
 from fp8rl.position import Position, settle
 from fp8rl.preflight import require_runnable
 from fp8rl.recipe.load import check_name
 from fp8rl.recipe.schema import Recipe
 from fp8rl.runs import Run, remove_unborn, run_of_flow
+
+
+_PATIENCE_S = 30.0
 
 
 @dataclass
@@ -94,7 +97,7 @@ def open_run(recipe: Recipe, resume: str | None, flow_run_id: str) -> Opened:
         run, lock = Run.create(runs, name, recipe, about)
         recipe = run.recipe
     else:
-        run, lock = found, RunLock(found.folder)
+        run, lock = found, _lock(found, patient=resume is None)
     try:
         if found is not None:
             recipe = run.recipe
@@ -109,6 +112,20 @@ def open_run(recipe: Recipe, resume: str | None, flow_run_id: str) -> Opened:
     notes += damage
     killed = [one for one in killed if one != flow_run_id]  # a retry is the same flow run
     return Opened(run, lock, attempt, recipe, position, notes, found is not None, flow_run_id, killed)
+
+
+def _lock(run: Run, *, patient: bool) -> RunLock:
+    """The run's lock. patient: a retry may come while the one before it still ends, or a worker puts
+    its records right.
+    """
+    until = time.monotonic() + (_PATIENCE_S if patient else 0.0)
+    while True:
+        try:
+            return RunLock(run.folder)
+        except LockedError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.5)
 
 
 def identity(recipe: Recipe) -> dict[str, Any]:

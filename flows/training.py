@@ -130,7 +130,14 @@ async def train(
             ends = State("failed" if own else "cancelled", _reason(error))
             # First: whoever told this process to end may not wait for the checkpoint.
             run.end_attempt(opened.attempt, ends)
-            progress.emit(progress.Event("note", save_before_leaving(context)))
+            log = get_run_logger()
+            log.error(
+                "run %s %s after %s: %s. Retry, or %s, goes on with the next step",
+                *(run.name, ends.state, run.last_step(), ends.reason, f"fp8rl resume {run.name}"),
+            )
+            said = save_before_leaving(context)
+            log.warning(said)
+            progress.emit(progress.Event("note", said))
             raise
 
 
@@ -278,6 +285,8 @@ def _emit(context: RunContext, number: int) -> None:
 
 
 def _reason(error: BaseException) -> str:
+    if not isinstance(error, Exception):
+        return f"told to end ({type(error).__name__})"
     text = str(error).strip()
     first = text.splitlines()[0] if text else ""
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -108,6 +108,19 @@ def test_two_runs_that_nobody_kills_are_the_same(plain, sizes, reference):
     assert found == []
 
 
+def test_flow_process_killed_at_every_step(folder, warm, sizes, reference, table):
+    wanted = reference("fp8-e2e-kv")
+    # Its own MLflow file, so that it is killed while that is made too.
+    tracking = f"tracking.uri=sqlite:///{folder / 'runs' / 'chain.db'}"
+    points = (*UNBORN, *FLOW)
+    first = len(table.rows)
+    flow_chain(warm, table, wanted, "chain", begin("fp8-e2e-kv", "chain", *sizes, tracking), points)
+    rows = table.rows[first:]
+    assert [row.when for row in rows if row.faults] == [], table.failures()
+    assert len(rows) == len(points)
+    assert warm.unfinished_flow_runs() == []
+
+
 def test_engine_and_learner_killed_all_over_one_run(plain, sizes, reference, table):
     name = "actors"
     ended = plain.call(*begin("fp8-e2e-kv", name, *sizes, "checkpoint.every=1"), kill=ACTORS)
@@ -205,19 +218,6 @@ def test_bf16_flow_and_learner_killed_in_train(plain, sizes, reference, table):
     then = "made again by the same command; training replayed"
     table.add(Row(arm, "learner", in_words(second), then, list(found), duplicate, missing))
     assert found == []
-
-
-def test_flow_process_killed_at_every_step(folder, warm, sizes, reference, table):
-    wanted = reference("fp8-e2e-kv")
-    # Its own MLflow file, so that it is killed while that is made too.
-    tracking = f"tracking.uri=sqlite:///{folder / 'runs' / 'chain.db'}"
-    points = (*UNBORN, *FLOW)
-    first = len(table.rows)
-    flow_chain(warm, table, wanted, "chain", begin("fp8-e2e-kv", "chain", *sizes, tracking), points)
-    rows = table.rows[first:]
-    assert [row.when for row in rows if row.faults] == [], table.failures()
-    assert len(rows) == len(points)
-    assert warm.unfinished_flow_runs() == []
 
 
 @pytest.mark.parametrize("arm", ["bf16", "fp8-e2e-kv"])

@@ -19,7 +19,7 @@ CHROMIUM = os.environ.get("FP8RL_CHROMIUM") or shutil.which("chromium") or shuti
 ENDED = re.compile("state--(completed|failed|crashed|cancelled)")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # as the server, so that a skip comes before its start
 def page():
     if importlib.util.find_spec("playwright") is None:
         pytest.skip("playwright is not installed: .venv/bin/pip install playwright")
@@ -42,7 +42,7 @@ def pictures(tmp_path_factory):
     return Path(os.environ.get("FP8RL_SCREENSHOTS") or tmp_path_factory.mktemp("pictures"))
 
 
-def test_retry_pressed_on_the_page_of_a_failed_run(prefect, runs_dir, page, pictures):
+def test_retry_pressed_on_the_page_of_a_failed_run(page, prefect, runs_dir, pictures):
     from playwright.sync_api import expect
 
     trained = Trained(prefect, runs_dir, "fp8-retry")
