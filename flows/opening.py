@@ -17,7 +17,6 @@ from fp8rl.recipe.load import check_name
 from fp8rl.recipe.schema import Recipe
 from fp8rl.runs import Run, remove_unborn, run_of_flow
 
-
 _PATIENCE_S = 30.0
 
 
