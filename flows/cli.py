@@ -1,7 +1,7 @@
 """The `fp8rl` command: starts flows, and asks fp8rl.
 
-Exit codes: 0 done, or stopped in good order where the recipe says so; 1 a run failed; 2 the recipe, its run name or the command's words are wrong, and
-nothing was started.
+Exit codes: 0 done, or stopped in good order where the recipe says so; 1 a run failed; 2 the recipe, its
+run name or the command's words are wrong, and nothing was started.
 """
 
 import asyncio
