@@ -157,13 +157,13 @@ class WarmCommands(Commands):
         return _ended(int(self._spawner.stdout.readline()), log, markers)
 
     def unfinished_flow_runs(self) -> list[str]:
-        """Flow runs that the Prefect server still shows as running or about to."""
+        """Ids of the flow runs that the Prefect server still shows as running or about to."""
         state = {"type": {"any_": ["RUNNING", "PENDING", "SCHEDULED", "PAUSED", "CANCELLING"]}}
         answer = requests.post(
             f"{self._api}/flow_runs/filter", json={"flow_runs": {"state": state}}, timeout=60
         )
         answer.raise_for_status()
-        return [str(one["name"]) for one in answer.json()]
+        return [str(one["id"]) for one in answer.json()]
 
     def close(self) -> None:
         self._spawner.kill()

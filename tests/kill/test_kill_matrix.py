@@ -118,7 +118,9 @@ def test_flow_process_killed_at_every_step(folder, warm, sizes, reference, table
     rows = table.rows[first:]
     assert [row.when for row in rows if row.faults] == [], table.failures()
     assert len(rows) == len(points)
-    assert warm.unfinished_flow_runs() == []
+    # One killed before its attempt's record is known to Prefect alone, which goes on showing it.
+    known = {attempt["prefect_flow_run"] for attempt in warm.run_of("chain").attempts()}
+    assert known.isdisjoint(warm.unfinished_flow_runs())
 
 
 def test_engine_and_learner_killed_all_over_one_run(plain, sizes, reference, table):
