@@ -36,6 +36,7 @@ from fp8rl.recipe.schema import Recipe
 from fp8rl.report import summarise
 from fp8rl.runs import State
 from fp8rl.tracking import Tracker
+from tasks.causes import first_line
 from tasks.checkpoint import (
     finish_checkpoint,
     is_checkpointed,
@@ -287,9 +288,8 @@ def _emit(context: RunContext, number: int) -> None:
 def _reason(error: BaseException) -> str:
     if not isinstance(error, Exception):
         return f"told to end ({type(error).__name__})"
-    text = str(error).strip()
-    first = text.splitlines()[0] if text else ""
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    name = type(error).__name__
+    return f"{name}: {first_line(error)}" if str(error).strip() else name
 
 
 def _end_records(opened: Opened, tracker: Tracker, ends: State) -> None:

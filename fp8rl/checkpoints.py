@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
 from fp8rl import files
+from fp8rl.lock import may_be_writing
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -71,12 +70,6 @@ def _fault(folder: Path, file: str, what: str) -> CheckpointError:
     return CheckpointError(f"checkpoint {folder}: {file} {what}; {_ADVICE}")
 
 
-def _digest(values: Mapping[str, Any]) -> str:
-    """sha256 of the canonical JSON of a manifest without its own digest."""
-    rest = {name: value for name, value in values.items() if name != "digest"}
-    return files.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
-
-
 def _files_in(folder: Path) -> dict[str, Path]:
     """Every file below `folder` but the manifest, by relative path."""
     paths = (path for path in folder.rglob("*") if not path.is_dir())
@@ -92,7 +85,7 @@ def write_manifest(
 
     Raises OSError where a file cannot be read, files.DiskFullError where there is no room.
     """
-    values: dict[str, Any] = {
+    values = {
         "format": _FORMAT,
         "run_id": run_id,
         "version": version,
@@ -103,23 +96,22 @@ def write_manifest(
             for name, path in _files_in(building).items()
         },
     }
-    values["digest"] = _digest(values)
-    files.write_atomic(building / MANIFEST, json.dumps(values, indent=1).encode())
+    files.write_atomic(building / MANIFEST, files.to_sealed(values))
 
 
 def _read(folder: Path) -> dict[str, Any]:
     """The manifest's values, checked against their own digest and the folder's name."""
     try:
-        values = json.loads((folder / MANIFEST).read_bytes())
+        values = files.from_sealed((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
         what = "is missing" if folder.is_dir() else "is missing: there is no such checkpoint"
         raise _fault(folder, MANIFEST, what) from None
     except OSError as error:
         raise _fault(folder, MANIFEST, f"cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError):  # JSON and UTF-8 errors are ValueErrors
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         raise _fault(folder, MANIFEST, "is damaged: not whole JSON") from None
-    if not isinstance(values, dict) or values.get("digest") != _digest(values):
-        raise _fault(folder, MANIFEST, "is damaged: it does not match its own digest")
+    except ValueError:
+        raise _fault(folder, MANIFEST, "is damaged: it does not match its own digest") from None
     if values.get("format") != _FORMAT:
         what = f"has format {values.get('format')!r}; this fp8rl reads format {_FORMAT}"
         raise _fault(folder, MANIFEST, what)
@@ -241,14 +233,5 @@ def remove_leftovers(run_folder: Path) -> None:
     folder = checkpoints_folder(run_folder)
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _LEFTOVER.fullmatch(path.name)
-        if match and not (match["pid"] and _may_live(int(match["pid"]), path)):
+        if match and not (match["pid"] and may_be_writing(int(match["pid"]), path)):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _may_live(pid: int, path: Path) -> bool:
-    """Whether the process that made `path` may still run; containers soon use a number again."""
-    try:
-        # A minute: the two clocks need not agree.
-        return psutil.Process(pid).create_time() < path.stat().st_mtime + 60
-    except (psutil.NoSuchProcess, FileNotFoundError):
-        return False

@@ -1,10 +1,10 @@
 """What every step of a run is told: small, and serialisable as JSON."""
 
-import hashlib
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from fp8rl.files import sha256
 from fp8rl.journal import Journal
 from fp8rl.recipe.schema import Recipe
 
@@ -35,4 +35,4 @@ class RunContext(BaseModel):
 
     def actor_name(self, kind: str) -> str:
         """A name that no other run has, on a cluster that several folders and users share."""
-        return f"{kind}:{self.run}:{hashlib.sha256(str(self.folder).encode()).hexdigest()[:12]}"
+        return f"{kind}:{self.run}:{sha256(str(self.folder).encode())[:12]}"

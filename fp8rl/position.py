@@ -8,7 +8,7 @@ from pathlib import Path
 from fp8rl import checkpoints
 from fp8rl.identity import restore_identity
 from fp8rl.journal import ITERATION, Journal, JournalError
-from fp8rl.report import STEPS
+from fp8rl.report import PUBLISHING, STEPS
 from fp8rl.rewind import files_named_by, place, rewind, set_aside
 from fp8rl.runs import Run
 
@@ -35,7 +35,7 @@ class Position:
 
 def steps_of(number: int, origin: int) -> tuple[str, ...]:
     """The steps that iteration `number` needs, in order; that which the run starts from trains none."""
-    return STEPS if number > origin else STEPS[3:]
+    return STEPS if number > origin else PUBLISHING
 
 
 def first_open_iteration(journal: Journal, origin: int) -> int:
@@ -191,7 +191,7 @@ class _Plan:
         before = number - 1
         if before < self.origin or (before, ITERATION) not in self.there:
             return
-        for step in ("requantize", "recalibrate_kv"):
+        for step in PUBLISHING:
             # The engine reads its files; once it has sampled, their digests in the record do.
             record_only = (number, "rollout") in self.there
             self._require(before, step, "the engine loads what it says", record_only=record_only)

@@ -8,7 +8,9 @@ from fp8rl.device import resolve
 from fp8rl.journal import Journal
 from fp8rl.recipe.schema import Recipe
 
-STEPS = ("rollout", "reward", "train", "requantize", "recalibrate_kv")
+# What follows new weights; all that the iteration which a run starts from has.
+PUBLISHING = ("requantize", "recalibrate_kv")
+STEPS = ("rollout", "reward", "train", *PUBLISHING)
 
 
 def merged_metrics(records: list[dict[str, Any]]) -> dict[str, float]:

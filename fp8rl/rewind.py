@@ -10,7 +10,7 @@ from fp8rl import checkpoints
 from fp8rl.files import disk_error, fsync_folder
 from fp8rl.journal import ITERATION, Journal
 from fp8rl.lock import require_held
-from fp8rl.report import STEPS
+from fp8rl.report import PUBLISHING, STEPS
 from fp8rl.runs import Run
 
 _AFTER_STEPS = ("evaluate", ITERATION)
@@ -56,7 +56,7 @@ def rewind(run: Run, iteration: int, step: str) -> int:
     journal is one of an earlier time. Raises RewindError where the run has nothing from there on.
     """
     journal = run.journal
-    first = STEPS[3]  # of the iteration that the run starts from
+    first = PUBLISHING[0]  # of the iteration that the run starts from
     if (iteration, place(step)) < (run.origin, place(first)):
         raise RewindError(
             f"run {run.name!r} begins with {first} of iteration {run.origin}: there is no {step} of "

@@ -190,8 +190,7 @@ class Run:
         """
         killed = [attempt for attempt in self.attempts() if attempt.get("state") == "running"]
         for attempt in killed:
-            where = f"process {attempt.get('pid')} on {attempt.get('host')}"
-            self.end_attempt(attempt["number"], State("killed", f"{where} is gone without a word"))
+            self.end_attempt(attempt["number"], _killed(attempt))
         return killed
 
     def _write_attempt(self, number: int, values: dict[str, Any]) -> None:
@@ -212,7 +211,7 @@ class Run:
         if last is None:
             return State("new", "it was created, and no step of it began")
         if last["state"] == "running":
-            return State("killed", f"process {last['pid']} on {last['host']} is gone without a word")
+            return _killed(last)
         return State(last["state"], last.get("reason", ""))
 
     def is_dead_without_a_word(self) -> bool:
@@ -264,6 +263,11 @@ class Run:
         if command:
             lines[-1] += f", or carry on with `{command}`"
         return "\n".join(lines) + "."
+
+
+def _killed(attempt: dict[str, Any]) -> State:
+    where = f"process {attempt.get('pid')} on {attempt.get('host')}"
+    return State("killed", f"{where} is gone without a word")
 
 
 def _read_attempt(path: Path) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8rl import faults, progress, tracking_server
-from fp8rl.files import sha256
+from fp8rl.files import values_digest
 from fp8rl.journal import StepRecord
 from fp8rl.recipe.load import flatten, to_yaml
 from fp8rl.recipe.schema import Recipe
@@ -156,7 +156,7 @@ class Tracker:
             what.append(f"the end of {len(state.superseded)} superseded")
         if not self._queue.has("params", self._params_digest()):
             what.append("params")
-        if not self._queue.has("tags", _digest(self._all_tags())):
+        if not self._queue.has("tags", values_digest(self._all_tags())):
             what.append("tags")
         artifacts = self._queue.pending_artifacts()
         if artifacts:
@@ -250,12 +250,12 @@ class Tracker:
     def _push_description(self, client: Any, run: str) -> None:
         """Params, tags and artifacts."""
         queue, params, tags = self._queue, flatten(self._recipe), self._all_tags()
-        if not queue.has("params", _digest(params)):
+        if not queue.has("params", values_digest(params)):
             tracking_server.push_params(client, run, params)
-            queue.pushed("params", _digest(params))
-        if not queue.has("tags", _digest(tags)):
+            queue.pushed("params", values_digest(params))
+        if not queue.has("tags", values_digest(tags)):
             tracking_server.push_tags(client, run, tags)
-            queue.pushed("tags", _digest(tags))
+            queue.pushed("tags", values_digest(tags))
         for name, digest in queue.pending_artifacts().items():
             tracking_server.push_artifact(client, run, queue.path(name), name, queue.is_table(name))
             queue.pushed_artifact(name, digest)
@@ -284,11 +284,7 @@ class Tracker:
         return {**self._queue.state.tags, RUN_TAG: self._run, RUN_ID_TAG: self._run_id}
 
     def _params_digest(self) -> str:
-        return _digest(flatten(self._recipe))
-
-
-def _digest(values: dict[str, str]) -> str:
-    return sha256(json.dumps(values, sort_keys=True).encode())
+        return values_digest(flatten(self._recipe))
 
 
 def _cell(value: Any) -> Any:

@@ -220,16 +220,17 @@ class EngineActor:
         from fp8rl import faults
         from fp8rl.data.prepare import iteration_prompts
         from fp8rl.rollout.engine import requests_for
-        from fp8rl.rollout.samples import chunk_rows
         from fp8rl.tables import to_parquet
 
         recipe = self.context.recipe
         prompts = iteration_prompts(self.context.data_dir, recipe, iteration)
         samples, size = recipe.rollout.samples, recipe.rollout.chunk_size
-        rows = chunk_rows(len(prompts["id"]), samples, size, chunk)
+        part = slice(chunk * size, (chunk + 1) * size)
+        # All samples of a prompt stand together, as in the requests.
+        rows = [(prompt, n) for prompt in range(len(prompts["id"])) for n in range(samples)][part]
         requests = requests_for(
             prompts["prompt_tokens"], prompts["id"], samples, run_seed=recipe.seed, iteration=iteration
-        )[chunk * size : (chunk + 1) * size]
+        )[part]
         started = time.perf_counter()
         done = self.engine.generate(requests, version=version)
         seconds = time.perf_counter() - started

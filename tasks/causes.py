@@ -63,3 +63,8 @@ def _by_type(error: BaseException) -> Cause | None:
     if isinstance(error, TimeoutError | ray.GetTimeoutError):
         return Cause.TIMEOUT
     return None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what `error` says, or its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

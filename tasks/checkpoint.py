@@ -17,6 +17,7 @@ from fp8rl import checkpoints, machine, progress
 from fp8rl.context import RunContext
 from fp8rl.retention import best, old_checkpoints
 from fp8rl.runs import Run
+from tasks.causes import first_line
 from tasks.ensure import ensure_learner
 from tasks.ray_runtime import is_new, learner_actor, release_actor, wait
 from tasks.step import with_retries
@@ -101,8 +102,8 @@ async def finish_checkpoint(context: RunContext, *, block: bool) -> None:
     except RayActorError as error:
         # The next step that needs the learner makes it again; the next checkpoint takes the place of
         # the one that died with it.
-        said = str(error).strip().splitlines()[0]
-        progress.emit(progress.Event("note", f"a checkpoint was lost with its learner: {said}"))
+        text = f"a checkpoint was lost with its learner: {first_line(error)}"
+        progress.emit(progress.Event("note", text))
         release_actor(context, "learner")
 
 

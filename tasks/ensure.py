@@ -16,6 +16,7 @@ from ray.exceptions import RayActorError
 from fp8rl import checkpoints, progress
 from fp8rl.context import RunContext
 from fp8rl.recipe.schema import Linear
+from tasks.causes import first_line
 from tasks.inputs import masters_digest
 from tasks.ray_runtime import (
     engine_actor,
@@ -44,7 +45,7 @@ async def status_of(context: RunContext, kind: str, make: Any) -> tuple[Any, dic
     try:
         status = await asyncio.wait_for(wait(actor.status.remote()), limit)
     except (RayActorError, TimeoutError) as error:
-        said = str(error).strip().splitlines()[0] if str(error) else "it does not answer"
+        said = first_line(error) if str(error) else "it does not answer"
         get_run_logger().warning("the %s is made again: %s", kind, said)
         progress.emit(progress.Event("note", f"the {kind} is made again: {said}"))
         release_actor(context, kind)
@@ -122,7 +123,7 @@ async def ensure_engine(context: RunContext, version: int, *, scales: bool = Tru
     journal = context.journal
     if status["version"] != version:
         recorded = journal.record(version, "requantize").output["digest"]
-        await load_published(context, version, recorded)
+        await load_published(context, actor, version, recorded)
         status["kv_version"] = None
     fp8_kv = context.recipe.precision.kv_cache is Linear.FP8
     if scales and fp8_kv and status["kv_version"] != version:
@@ -131,12 +132,11 @@ async def ensure_engine(context: RunContext, version: int, *, scales: bool = Tru
     return actor
 
 
-async def load_published(context: RunContext, version: int, recorded: str) -> None:
-    """Has the engine load weight `version`; published again where it was damaged or cleaned away.
+async def load_published(context: RunContext, engine: Any, version: int, recorded: str) -> None:
+    """Has `engine` load weight `version`; published again where it was damaged or cleaned away.
 
     Raises RuntimeError where the weights are not those whose manifest has the digest `recorded`.
     """
-    engine, _ = await status_of(context, "engine", engine_actor)
     folder = context.journal.weights_folder(version)
     loaded = await wait(engine.load_weights.remote(folder, version))
     if loaded.get("digest") == recorded:

@@ -78,7 +78,8 @@ def _actor(context: RunContext, kind: str, cls: type, *args: Any) -> Any:
 
 def _planted() -> dict[str, str]:
     """Faults that a test planted reach the actors too, also those of a Ray that was up before."""
-    return {key: os.environ[key] for key in (faults.VARIABLE,) if key in os.environ}
+    planted = os.environ.get(faults.VARIABLE)
+    return {} if planted is None else {faults.VARIABLE: planted}
 
 
 def learner_actor(context: RunContext) -> Any:

@@ -4,9 +4,9 @@ from typing import Any
 
 from fp8rl.context import RunContext
 from fp8rl.retention import KEPT_VERSIONS
-from tasks.ensure import ensure_learner, load_published
+from tasks.ensure import ensure_learner, load_published, status_of
 from tasks.inputs import masters_digest
-from tasks.ray_runtime import wait
+from tasks.ray_runtime import engine_actor, wait
 from tasks.step import step
 
 
@@ -20,7 +20,8 @@ async def requantize(context: RunContext, iteration: int) -> tuple[dict[str, byt
     folder = context.journal.weights_folder(iteration)
     learner = await ensure_learner(context, iteration)
     published = await wait(learner.publish.remote(folder, iteration))
-    await load_published(context, iteration, published["digest"])
+    engine, _ = await status_of(context, "engine", engine_actor)
+    await load_published(context, engine, iteration, published["digest"])
     context.journal.drop_weights_before(iteration - KEPT_VERSIONS + 1)
     return {}, {
         "output": {"weight_version": iteration, "digest": published["digest"]},

@@ -33,12 +33,13 @@ async def rollout(context: RunContext, iteration: int) -> tuple[dict[str, bytes]
     records = []
     for number, chunk in enumerate(chunks):
         progress.emit(progress.Event("chunk", iteration=iteration, done=number, total=len(chunks)))
-        if not _is_there(context, iteration, chunk, inputs):
+        record = _committed(context, iteration, chunk, inputs)
+        if record is None:
             engine = await ensure_engine(context, version)
             table, seconds = await wait(engine.rollout.remote(iteration, version, number))
             record = StepRecord(chunk, iteration, seconds, inputs=inputs)
-            journal.commit(record, {f"{chunk}.parquet": table})
-        records.append(journal.record(iteration, chunk))
+            record = journal.commit(record, {f"{chunk}.parquet": table})
+        records.append(record)
     tables = [from_parquet(journal.read_file(iteration, c, f"{c}.parquet")) for c in chunks]
     columns = join(tables)
     seconds = sum(record.seconds for record in records)
@@ -50,19 +51,22 @@ async def rollout(context: RunContext, iteration: int) -> tuple[dict[str, bytes]
     }
 
 
-def _is_there(context: RunContext, iteration: int, chunk: str, inputs: dict[str, Any]) -> bool:
-    """Whether the chunk is committed, whole and of these inputs; one that is not is generated again."""
+def _committed(
+    context: RunContext, iteration: int, chunk: str, inputs: dict[str, Any]
+) -> StepRecord | None:
+    """The record of a chunk that is committed, whole and of these inputs; None for any other."""
     journal = context.journal
     if not journal.is_committed(iteration, chunk):
-        return False
+        return None
     try:
-        if journal.whole(iteration, chunk).inputs == inputs:
-            return True
+        record = journal.whole(iteration, chunk)
+        if record.inputs == inputs:
+            return record
         fault = f"chunk {chunk} of iteration {iteration} came from other inputs"
     except JournalError as error:
         fault = str(error)
     progress.emit(progress.Event("note", f"{fault}; it is generated again"))
-    return False
+    return None
 
 
 def forget_chunks(context: RunContext, iteration: int) -> None:

@@ -19,7 +19,7 @@ from prefect.states import Completed
 from fp8rl import faults, progress
 from fp8rl.context import RunContext
 from fp8rl.journal import JournalError, StepRecord
-from tasks.causes import Cause, cause_of
+from tasks.causes import Cause, cause_of, first_line
 
 # A step's work: files to commit, and the fields of its record.
 StepWork = Callable[[RunContext, int], Awaitable[tuple[dict[str, bytes], dict[str, Any]]]]
@@ -123,7 +123,7 @@ def _is_worth_a_retry(context: RunContext, name: str, error: BaseException) -> b
         return False
     _retries[context.run] = used + 1
     progress.emit(
-        progress.Event("note", f"{name} failed ({cause}): {_first_line(error)}; it is tried again")
+        progress.Event("note", f"{name} failed ({cause}): {first_line(error)}; it is tried again")
     )
     return True
 
@@ -136,7 +136,3 @@ def _can_do_with_less(context: RunContext, name: str) -> bool:
         return False
     _out_of_memory.add(context.run)
     return True
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0]

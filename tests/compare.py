@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from fp8rl.journal import ITERATION, WEIGHTS_FILE
+from fp8rl.journal import WEIGHTS_FILE
 from fp8rl.model.published import read_manifest, read_published
-from fp8rl.report import STEPS
 from fp8rl.runs import Run
 from fp8rl.tables import from_parquet
 from fp8rl.tracking import RUN_ID_TAG, tracking_uri
@@ -111,20 +110,6 @@ def point_faults(run: Run) -> tuple[list[str], list[str]]:
         duplicate += [f"{name}@{s}" for s in set(steps) if steps.count(s) > expected.count(s)]
         missing += [f"{name}@{s}" for s in expected if s not in steps]
     return duplicate, missing
-
-
-def last_trained(run: Run) -> int:
-    return max((n for n, step in run.journal.steps() if step == "train"), default=run.origin)
-
-
-def steps_of(run: Run, iteration: int) -> list[str]:
-    return [
-        step for step in (*STEPS, "evaluate", ITERATION) if run.journal.is_committed(iteration, step)
-    ]
-
-
-def runs_in(folder: Path, *names: str) -> list[Run]:
-    return [Run(folder / name) for name in names]
 
 
 def prompts_of(run: Run) -> dict[int, list[str]]:

@@ -22,3 +22,14 @@ set_environment(HOME)
 def runs_dir(tmp_path_factory):
     """A runs folder for the whole session: warm starts and converted models are made in it once."""
     return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="session")
+def run_arm(runs_dir):
+    """Runs an arm of the short recipe, once a session."""
+    from tests.arms import Arms
+
+    yield Arms(runs_dir)
+    import ray
+
+    ray.shutdown()

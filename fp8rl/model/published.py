@@ -7,7 +7,6 @@
 The manifest is written last; a folder without one is not a version.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fp8rl import faults
-from fp8rl.files import disk_error, fsync_file, write_atomic
+from fp8rl.files import disk_error, fsync_file, sha256, write_atomic
 from fp8rl.journal import WEIGHTS_FILE
 
 SCALE_SUFFIX = "_scale_inv"
@@ -41,7 +40,7 @@ class Manifest:
 
 def tensor_digest(tensor: Tensor) -> str:
     """sha256 of a tensor's bytes."""
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def _manifest(version: int, tensors: Mapping[str, Tensor]) -> Manifest:
@@ -57,7 +56,7 @@ def _manifest(version: int, tensors: Mapping[str, Tensor]) -> Manifest:
 
 
 def _digest(entries: dict[str, dict[str, object]]) -> str:
-    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+    return sha256(json.dumps(entries).encode())
 
 
 def write_published(folder: Path, version: int, tensors: Mapping[str, Tensor]) -> Manifest:

@@ -4,7 +4,6 @@ A recipe names a Hugging Face folder (model.path), a GGUF file (model.gguf, conv
 under the runs folder), or neither: the tiny model, which every run builds in its own folder.
 """
 
-import hashlib
 import json
 import os
 import secrets
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8rl import progress
+from fp8rl.files import file_sha256
 from fp8rl.model.dims import ModelDims, read_dims
 from fp8rl.model.tiny import tiny_dims
 from fp8rl.recipe.rules import RecipeError
@@ -114,8 +114,7 @@ def _digest(file: Path) -> str:
 
 @cache
 def _digest_of(file: Path, _size: int, _mtime_ns: int) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+    return file_sha256(file)
 
 
 def _require_converter(file: Path) -> None:

@@ -4,13 +4,12 @@ Every field has a default, so that a recipe file is a minimal diff. Bounds that 
 stand here; rules that concern several stand in `rules.py`.
 """
 
-import hashlib
-import json
 from enum import StrEnum
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fp8rl.files import values_digest
 from fp8rl.numerics.formats import Scaling
 
 _NOT_NUMBERS = {
@@ -300,11 +299,11 @@ class Recipe(Section):
 
     def digest(self) -> str:
         """sha256 over what can change numbers: all but names, places and tracking."""
-        return _digest(self.model_dump(mode="json", exclude=_NOT_NUMBERS))
+        return values_digest(self.model_dump(mode="json", exclude=_NOT_NUMBERS))
 
     def step_digest(self) -> str:
         """sha256 over what a step's numbers can depend on: as `digest`, without the run's length."""
-        return _digest(self.model_dump(mode="json", exclude=_NOT_NUMBERS | _LENGTH))
+        return values_digest(self.model_dump(mode="json", exclude=_NOT_NUMBERS | _LENGTH))
 
     def warm_start_digest(self) -> str:
         """Digest of all that decides the warm-started weights; the arm's precision is not among it."""
@@ -313,13 +312,9 @@ class Recipe(Section):
         values = self.model_dump(mode="json", include=parts)
         values["optimiser"] = self.learner.model_dump(mode="json", include=optimiser)
         values["code"] = WARM_START_CODE
-        return _digest(values)[:16]
+        return values_digest(values)[:16]
 
 
 def changes_numbers(key: str) -> bool:
     """Whether a run's numbers can depend on the dotted recipe `key`."""
     return key.partition(".")[0] not in _NOT_NUMBERS | _LENGTH
-
-
-def _digest(values: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

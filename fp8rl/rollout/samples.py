@@ -5,12 +5,6 @@ from typing import Any
 Columns = dict[str, list[Any]]
 
 
-def chunk_rows(prompts: int, samples: int, size: int, chunk: int) -> list[tuple[int, int]]:
-    """(prompt, sample) places of the rows of `chunk`: all samples of a prompt stand together."""
-    rows = [(prompt, sample) for prompt in range(prompts) for sample in range(samples)]
-    return rows[chunk * size : (chunk + 1) * size]
-
-
 def join(chunks: list[Columns]) -> Columns:
     """The chunks' columns one after the other."""
     return {name: [value for chunk in chunks for value in chunk[name]] for name in chunks[0]}

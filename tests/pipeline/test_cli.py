@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fp8rl.report import STEPS
-from tests.pipeline.conftest import SHORT, TINY
+from tests.arms import SHORT, TINY
 
 pytestmark = pytest.mark.pipeline
 

@@ -3,9 +3,9 @@
 import pytest
 
 from fp8rl.runs import Run
+from tests.arms import SHORT, TINY
 from tests.compare import run_differences
 from tests.kill.harness import KILLED, Commands, faults_of
-from tests.pipeline.conftest import SHORT, TINY
 
 pytestmark = pytest.mark.pipeline
 

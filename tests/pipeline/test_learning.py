@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from fp8rl.recipe.load import load_recipe
-from tests.pipeline.conftest import TINY
+from tests.arms import TINY
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 

@@ -8,7 +8,7 @@ import pytest
 from fp8rl.device import compute_environment
 from fp8rl.recipe.load import load_recipe
 from tasks.ray_runtime import start_ray, wait
-from tests.pipeline.conftest import TINY
+from tests.arms import TINY
 
 pytestmark = pytest.mark.pipeline
 

@@ -10,8 +10,8 @@ from fp8rl.lock import RunLock
 from fp8rl.recipe.load import load_recipe, with_overrides
 from fp8rl.rewind import rewind
 from fp8rl.runs import Run, State
+from tests.arms import SHORT, TINY
 from tests.compare import point_faults, run_differences
-from tests.pipeline.conftest import SHORT, TINY
 
 pytestmark = pytest.mark.pipeline
 
@@ -127,16 +127,3 @@ def test_where_memory_runs_out_the_micro_batch_is_halved_once_and_said(runs_dir,
     run = Run(runs_dir / "memory")
     sizes = [run.journal.record(n, "train").output["micro_batch"] for n in (1, 2, 3)]
     assert sizes == [128, 64, 64]
-
-
-def test_a_fault_that_cannot_pass_is_not_tried_again(runs_dir, run_arm, monkeypatch):
-    run_arm("bf16")
-    marker = runs_dir / "permanent.marker"
-    planted = [{"at": "step:reward:1", "do": "raise", "once": str(marker)}]
-    monkeypatch.setenv(faults.VARIABLE, json.dumps(planted))
-    with pytest.raises(faults.FaultError, match="step:reward:1"):
-        train(recipe_of(runs_dir, "permanent"))
-    run = Run(runs_dir / "permanent")
-    assert run.state().state == "failed"
-    assert "planted fault at step:reward:1" in run.state().reason
-    assert run.last_step() == "rollout of iteration 1"

@@ -235,7 +235,7 @@ def test_a_failing_run_says_so_everywhere_and_leaves_nothing_running(runs_dir, r
     """An engine without room for one sequence: vLLM itself refuses to start."""
     from flows.training import train
     from fp8rl.recipe.load import load_recipe
-    from tests.pipeline.conftest import SHORT, TINY
+    from tests.arms import SHORT, TINY
 
     first = run_arm("bf16")  # for the warm start
     recipe = load_recipe(

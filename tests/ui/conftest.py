@@ -18,13 +18,11 @@ import pytest
 from fp8rl.recipe.load import load_recipe
 from fp8rl.runs import Run, State
 from fp8rl.tracking import RUN_ID_TAG, tracking_uri
+from tests.arms import SHORT
 
 ROOT = Path(__file__).parents[2]
-SHORT = [
-    *("iterations=3", "warm_start.steps=80", "task.val_prompts=16", "evaluate.every=2"),
-    *("rollout.prompts=8", "rollout.samples=8", "rollout.chunk_size=32"),
-    *("checkpoint.every=2", "retry.delay_s=0.1"),
-]
+# The recipe of the pipeline tests, whose run is the reference; these keys change no number.
+OVERRIDES = [*SHORT, "checkpoint.every=2", "retry.delay_s=0.1"]
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 # Long, since other things may run on the machine: they say that something hangs, not that it is slow.
 START_S, END_S = 300.0, 600.0
@@ -264,7 +262,7 @@ class Trained:
         self.run = Run(runs / name)
         self._marks = runs / f".{name}-faults"
         # As a user writes it: from the repository's root, which is not the worker's own folder.
-        overrides = [*SHORT, f"name={name}", f"runs_dir={os.path.relpath(runs, ROOT)}"]
+        overrides = [*OVERRIDES, f"name={name}", f"runs_dir={os.path.relpath(runs, ROOT)}"]
         recipe = load_recipe(ROOT / "configs" / "tiny" / "fp8-e2e-kv.yaml", overrides).recipe
         self.recipe = recipe.model_dump(mode="json")
         self.id = ""

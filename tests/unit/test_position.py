@@ -93,9 +93,7 @@ FIRST_STEP = {
 def test_any_damage_to_the_iteration_in_work_leaves_a_valid_prefix(in_work, damage):
     with tempfile.TemporaryDirectory() as folder:
         run = copy_of(in_work, Path(folder))
-        for name, delete in damage.items():
-            path = run.journal.step_folder(LAST) / name
-            replace_file(path, None if delete else flipped(path.read_bytes()))
+        inflict(run, damage)
         with held(run):
             position, notes = settle(run)
             assert valid_prefix(run, position)
@@ -108,6 +106,13 @@ def test_any_damage_to_the_iteration_in_work_leaves_a_valid_prefix(in_work, dama
             assert settle(run) == (position, [])
         assert verify_run(run).faults == []
         assert bool(notes) == shows(damage)
+
+
+def inflict(run: Run, damage: dict[str, bool]) -> None:
+    """Deletes (true) or changes (false) files of the last iteration."""
+    for name, delete in damage.items():
+        path = run.journal.step_folder(LAST) / name
+        replace_file(path, None if delete else flipped(path.read_bytes()))
 
 
 def shows(damage: dict[str, bool]) -> bool:
@@ -128,9 +133,7 @@ LAST_RECORDS = [f"steps/{step}.json" for step in (*STEPS, "evaluate", ITERATION)
 def test_any_damage_to_the_last_whole_iteration_is_put_right_or_refused(finished, damage):
     with tempfile.TemporaryDirectory() as folder:
         run = copy_of(finished, Path(folder))
-        for name, delete in damage.items():
-            path = run.journal.step_folder(LAST) / name
-            replace_file(path, None if delete else flipped(path.read_bytes()))
+        inflict(run, damage)
         before = files_in(run)
         # While the iteration counts as whole, what the next one starts from has to be whole.
         needed = {f"steps/{step}.json" for step in ("train", "requantize", "recalibrate_kv")}

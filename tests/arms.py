@@ -1,17 +1,15 @@
-"""Real runs of the whole stack, made once and looked at by many tests."""
+"""The arms of the tiny recipe, short: each run once in a session, by the real stack."""
 
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from fp8rl.journal import Journal
 from fp8rl.recipe.load import load_recipe
 from fp8rl.recipe.schema import Recipe
 
-TINY = Path(__file__).parents[2] / "configs" / "tiny"
+TINY = Path(__file__).parents[1] / "configs" / "tiny"
 # The demo's recipe with a shorter warm start: enough for a model that answers, seldom right.
 # Two chunks to a rollout, so that one can be half done.
 SHORT = [
@@ -27,22 +25,19 @@ class Run:
     journal: Journal
 
 
-@pytest.fixture(scope="session")
-def run_arm(runs_dir):
-    """Runs an arm of the short recipe, once a session."""
-    done: dict[str, Run] = {}
+class Arms:
+    """Runs of the short recipe in `runs_dir`, by arm."""
 
-    def run(arm: str) -> Run:
-        if arm not in done:
+    def __init__(self, runs_dir: Path) -> None:
+        self._runs_dir = runs_dir
+        self._done: dict[str, Run] = {}
+
+    def __call__(self, arm: str) -> Run:
+        if arm not in self._done:
             from flows.training import train
 
-            overrides = [*SHORT, f"runs_dir={runs_dir}", f"name=test-{arm}"]
+            overrides = [*SHORT, f"runs_dir={self._runs_dir}", f"name=test-{arm}"]
             recipe = load_recipe(TINY / f"{arm}.yaml", overrides).recipe
             summary = asyncio.run(train(recipe))
-            done[arm] = Run(recipe, summary, Journal(runs_dir / f"test-{arm}"))
-        return done[arm]
-
-    yield run
-    import ray
-
-    ray.shutdown()
+            self._done[arm] = Run(recipe, summary, Journal(self._runs_dir / f"test-{arm}"))
+        return self._done[arm]
