@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Nothing here asks a hub for models or data.
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: setup demo test test-ui test-slow test-kill lint bench bench-resume gpu-check clean
+.PHONY: setup demo test test-ui test-slow test-kill sync-faults lint bench bench-resume gpu-check clean
 
 setup:
 	@infra/setup.sh
@@ -23,6 +23,9 @@ test-slow: setup  ## the rest: the whole learning run, both arms, minutes long
 
 test-kill: setup  ## kill every process of a run at every step; writes docs/kill_matrix.md
 	FP8RL_WRITE_KILL_MATRIX=1 $(BIN)/pytest -m kill
+
+sync-faults: setup  ## every fault of a weight or scale sync; writes its outcomes as JSON
+	FP8RL_WRITE_SYNC_FAULTS=1 $(BIN)/pytest tests/contract/test_sync_faults.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -70,7 +70,7 @@ def resolve(recipe: Recipe) -> Backends:
         threads=recipe.threads or len(os.sched_getaffinity(0)),
         engine="fp8rl.rollout.engine:Engine",
         policy_model="fp8rl.model.megatron:PolicyModel",
-        transport="fp8rl.model.published",
+        transport="fp8rl.sync.transport:HostMemory",
         rollout_linears=(
             f"W8A8 FP8 ({precision.scaling} scaling) inside vLLM; {_PRODUCTS[fp8_backend]}"
             if precision.rollout is Linear.FP8

@@ -112,7 +112,8 @@ def _weights(run: Run, verdict: Verdict) -> None:
 
 
 def _weights_fault(run: Run, version: int, *, tensors: bool) -> str | None:
-    from fp8rl.model.published import PublishedWeightsError, read_manifest, read_published
+    from fp8rl.model.manifest import PublishedWeightsError, read_manifest
+    from fp8rl.model.published import read_published
 
     folder = run.journal.weights_folder(version)
     path = folder / "manifest.json"

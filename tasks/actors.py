@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8rl.context import RunContext
-from fp8rl.journal import WEIGHTS_FILE
 
 if TYPE_CHECKING:
     from fp8rl.learner.learner import Learner
     from fp8rl.learner.warm_start import WarmStart
     from fp8rl.rollout.engine import Engine
+    from fp8rl.sync.buckets import Bucket
+    from fp8rl.sync.sender import Sender
 
 
 class LearnerActor:
@@ -23,6 +24,8 @@ class LearnerActor:
     def __init__(self) -> None:
         self._learner: Learner | None = None
         self._warm_start: WarmStart | None = None
+        self._sender: Sender | None = None
+        self._transport: Any = None
 
     def start_warm_start(self, context: RunContext) -> None:
         from fp8rl.data.prepare import read_prompts
@@ -111,8 +114,33 @@ class LearnerActor:
     def publish(self, folder: Path, version: int) -> dict[str, Any]:
         """Requantises weight `version` into `folder`; returns the manifest's digest and size."""
         manifest = self.learner.publish(folder, version=version)
-        size = (folder / WEIGHTS_FILE).stat().st_size
-        return {"digest": manifest.digest, "bytes": size}
+        return {"digest": manifest.digest, "bytes": manifest.size}
+
+    def begin_send(self, folder: Path, version: int) -> str:
+        """Makes ready to send the published `version`; its manifest (JSON)."""
+        from fp8rl.device import resolve
+        from fp8rl.sync.sender import Sender
+
+        recipe = self.learner.recipe
+        self._sender = Sender(folder, version, recipe.sync.bucket_mib * 2**20)
+        self._transport = resolve(recipe).load("transport")()
+        return self._sender.manifest.to_json()
+
+    def send(self, version: int, bucket: int) -> Any:
+        """The transport's ticket of a bucket."""
+        from fp8rl import faults
+
+        assert self._sender is not None
+        faults.point(f"learner:send:{version}:{bucket}")
+        return self._transport.send(self._sender.payload(bucket))
+
+    def score_probe(self, context: RunContext, version: int) -> list[list[float]]:
+        """Log-probs of the probe's tokens; see `Learner.score`."""
+        from fp8rl.data.prepare import read_prompts
+        from fp8rl.sync.probe import probe_sequences
+
+        sequences = probe_sequences(read_prompts(context.data_dir, "val"), context.recipe)
+        return self.learner.score(sequences, version=version)
 
     def calibrate_kv(self, context: RunContext, iteration: int) -> str:
         """KV scales (JSON) of weight version `iteration`.
@@ -186,6 +214,8 @@ class EngineActor:
             max_len=rollout.max_prompt_tokens + rollout.max_new_tokens,
         )
         self._has_run = False
+        self._transport: Any = None
+        self._buckets: list[Bucket] = []
         self.tokenizer = AutoTokenizer.from_pretrained(context.model_dir, local_files_only=True)
 
     def status(self) -> dict[str, int | None]:
@@ -194,12 +224,43 @@ class EngineActor:
 
     def load_weights(self, folder: Path, version: int) -> dict[str, str]:
         """Loads a published version: its manifest's "digest", or the "fault" of what is there."""
-        from fp8rl.model.published import PublishedWeightsError
+        from fp8rl.model.manifest import PublishedWeightsError
+        from fp8rl.sync.errors import SyncError
 
         try:
             return {"digest": self.engine.load_weights(folder, version)}
-        except PublishedWeightsError as error:
+        except (PublishedWeightsError, SyncError) as error:
             return {"fault": str(error)}
+
+    def begin_sync(self, manifest: str) -> int:
+        """Makes ready for the buckets of the version that `manifest` (JSON) describes; how many."""
+        from fp8rl.device import resolve
+        from fp8rl.model.manifest import Manifest
+        from fp8rl.sync.buckets import plan_buckets
+
+        recipe = self.context.recipe
+        self._transport = resolve(recipe).load("transport")()
+        described, limit = Manifest.from_json(manifest), recipe.sync.bucket_mib * 2**20
+        self.engine.begin_sync(described, limit)
+        self._buckets = plan_buckets(described, limit)
+        return len(self._buckets)
+
+    def receive(self, bucket: int, ticket: Any) -> None:
+        """Takes a bucket by its transport's ticket."""
+        size = self._buckets[bucket].size
+        self.engine.receive(bucket, self._transport.receive(ticket, size))
+
+    def finish_sync(self) -> str:
+        """See `Engine.finish_sync`."""
+        return self.engine.finish_sync()
+
+    def score_probe(self, version: int) -> list[list[float]]:
+        """Log-probs of the probe's tokens; see `Engine.score`."""
+        from fp8rl.data.prepare import read_prompts
+        from fp8rl.sync.probe import probe_sequences
+
+        prompts = read_prompts(self.context.data_dir, "val")
+        return self.engine.score(probe_sequences(prompts, self.context.recipe), version=version)
 
     def apply_kv_scales(self, scales: str) -> list[dict[str, float]]:
         """Applies KV scales (JSON); returns those read back."""

@@ -2,11 +2,14 @@
 
 from enum import StrEnum
 
+from fp8rl.sync.errors import SyncError
+
 
 class Cause(StrEnum):
     ACTOR_DIED = "an engine or learner process died"
     NODE_LOST = "a node was lost"
     TIMEOUT = "it took too long"
+    NOT_ARRIVED = "weights did not arrive as they were sent"
     OUT_OF_MEMORY = "memory ran out"
     PERMANENT = "trying again would fail again"
 
@@ -60,6 +63,8 @@ def _by_type(error: BaseException) -> Cause | None:
         return Cause.ACTOR_DIED
     if isinstance(error, ray.NodeDiedError | ray.ObjectLostError):
         return Cause.NODE_LOST
+    if isinstance(error, SyncError):
+        return Cause.NOT_ARRIVED
     if isinstance(error, TimeoutError | ray.GetTimeoutError):
         return Cause.TIMEOUT
     return None

@@ -1,4 +1,4 @@
-"""recalibrate_kv: scales of the FP8 KV cache for the new weights, applied and read back."""
+"""recalibrate_kv: scales of the FP8 KV cache for the new weights, applied, read back, and probed."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from tasks.ensure import ensure_engine, ensure_learner
 from tasks.inputs import file_digest, masters_digest, prompts_digest
 from tasks.ray_runtime import wait
 from tasks.step import step
+from tasks.sync import probe_engine
 
 
 def _inputs(context: RunContext, iteration: int) -> dict[str, Any]:
@@ -24,17 +25,24 @@ def _inputs(context: RunContext, iteration: int) -> dict[str, Any]:
 async def recalibrate_kv(
     context: RunContext, iteration: int
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Writes kv_scales.json; with a BF16 KV cache there is nothing to calibrate, and it says so."""
-    if context.recipe.precision.kv_cache is not Linear.FP8:
-        return {}, {"output": {"needed": False}}
+    """Writes kv_scales.json; with a BF16 KV cache there is nothing to calibrate, and it says so.
+
+    Either way the engine is whole now, and its log-probs are compared with the learner's.
+    """
     learner = await ensure_learner(context, iteration)
+    if context.recipe.precision.kv_cache is not Linear.FP8:
+        engine = await ensure_engine(context, iteration, scales=False)
+        probed, metrics = await probe_engine(context, learner, engine, iteration)
+        return {}, {"output": {"needed": False, **probed}, "metrics": metrics}
     content: str = await wait(learner.calibrate_kv.remote(context, iteration))
     engine = await ensure_engine(context, iteration, scales=False)
     used = await wait(engine.apply_kv_scales.remote(content))
+    probed, metrics = await probe_engine(context, learner, engine, iteration)
     scales = KvScales.from_json(content)
     return {"kv_scales.json": content.encode()}, {
-        "output": {"needed": True, "weight_version": scales.version, "used": used},
+        "output": {"needed": True, "weight_version": scales.version, "used": used, **probed},
         "metrics": {
+            **metrics,
             "kv/tokens": float(scales.tokens),
             "kv/k_scale_max": max(layer.k for layer in scales.layers),
             "kv/v_scale_max": max(layer.v for layer in scales.layers),

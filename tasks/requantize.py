@@ -4,10 +4,11 @@ from typing import Any
 
 from fp8rl.context import RunContext
 from fp8rl.retention import KEPT_VERSIONS
-from tasks.ensure import ensure_learner, load_published, status_of
+from tasks.ensure import ensure_learner, require_digest, status_of
 from tasks.inputs import masters_digest
 from tasks.ray_runtime import engine_actor, wait
 from tasks.step import step
+from tasks.sync import send_weights
 
 
 def _inputs(context: RunContext, iteration: int) -> dict[str, Any]:
@@ -21,7 +22,8 @@ async def requantize(context: RunContext, iteration: int) -> tuple[dict[str, byt
     learner = await ensure_learner(context, iteration)
     published = await wait(learner.publish.remote(folder, iteration))
     engine, _ = await status_of(context, "engine", engine_actor)
-    await load_published(context, engine, iteration, published["digest"])
+    digest = await send_weights(context, learner, engine, iteration)
+    require_digest(iteration, digest, published["digest"])
     context.journal.drop_weights_before(iteration - KEPT_VERSIONS + 1)
     return {}, {
         "output": {"weight_version": iteration, "digest": published["digest"]},

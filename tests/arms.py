@@ -11,10 +11,10 @@ from fp8rl.recipe.schema import Recipe
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny"
 # The demo's recipe with a shorter warm start: enough for a model that answers, seldom right.
-# Two chunks to a rollout, so that one can be half done.
+# Two chunks to a rollout and some buckets to a sync, so that one can be half done.
 SHORT = [
     *("iterations=3", "warm_start.steps=80", "evaluate.every=2", "task.val_prompts=32"),
-    "rollout.chunk_size=128",
+    *("rollout.chunk_size=128", "sync.bucket_mib=1"),
 ]
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8rl.journal import WEIGHTS_FILE
-from fp8rl.model.published import read_manifest, read_published
+from fp8rl.model.manifest import read_manifest
+from fp8rl.model.published import read_published
 from fp8rl.runs import Run
 from fp8rl.tables import from_parquet
 from fp8rl.tracking import RUN_ID_TAG, tracking_uri

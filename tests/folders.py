@@ -19,13 +19,13 @@ from fp8rl.journal import ITERATION, MODEL_FILE, StepRecord
 from fp8rl.learner.checkpoint import CheckpointWriter, capture, weights_digest
 from fp8rl.lock import Owner, RunLock
 from fp8rl.model.kv_scales import KvScales, LayerScales
-from fp8rl.model.published import write_published
 from fp8rl.recipe.load import with_overrides
 from fp8rl.recipe.schema import Recipe
 from fp8rl.retention import KEPT_VERSIONS
 from fp8rl.runs import Run, State
 from fp8rl.tables import to_parquet
 from tasks.inputs import file_digest, masters_digest, prompts_digest, weights_inputs
+from tests.models import publish
 
 CHUNKS = 2
 MACHINE = {"cpu": "a cpu", "python": "3.11", "packages": {"torch": "2"}}
@@ -130,7 +130,7 @@ class Folder:
 
     def requantize(self, n: int) -> None:
         tensors = {k: v.detach().bfloat16() for k, v in self.model.state_dict().items()}
-        manifest = write_published(self.journal.weights_folder(n), n, tensors)
+        manifest = publish(self.journal.weights_folder(n), n, tensors)
         self.journal.drop_weights_before(n - KEPT_VERSIONS + 1)
         inputs = {"weight_version": n, "weights": masters_digest(self.context, n)}
         output = {"weight_version": n, "digest": manifest.digest}

@@ -6,7 +6,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from fp8rl.model.manifest import SCALE_FORMAT, SCALE_SUFFIX, Manifest, Spec
 from fp8rl.model.names import name_table
+from fp8rl.model.published import dtype_name, write_published
 from fp8rl.model.tiny import hf_config, tiny_dims, write_tiny_model
 from fp8rl.recipe.schema import Recipe, TinyModel
 
@@ -45,6 +47,24 @@ def hf_model(tiny: TinyModel, weights: dict[str, torch.Tensor]):
     tied = {"lm_head.weight": weights["model.embed_tokens.weight"]} if tiny.tied_embeddings else {}
     model.load_state_dict(weights | tied)
     return model
+
+
+def specs_of(tensors: dict[str, torch.Tensor]) -> list[Spec]:
+    """How the learner would specify these tensors."""
+    specs = []
+    for name, tensor in tensors.items():
+        fmt, scale = "bf16", None
+        if name.endswith(SCALE_SUFFIX):
+            fmt = SCALE_FORMAT
+        elif tensor.dtype is torch.float8_e4m3fn:
+            fmt, scale = "fp8_block", name + SCALE_SUFFIX
+        specs.append(Spec(name, tuple(tensor.shape), dtype_name(tensor), fmt, scale))
+    return specs
+
+
+def publish(folder: Path, version: int, tensors: dict[str, torch.Tensor]) -> Manifest:
+    """Publishes tensors of the test's own making."""
+    return write_published(folder, version, specs_of(tensors), tensors.items())
 
 
 def recipe_with(**sections) -> Recipe:

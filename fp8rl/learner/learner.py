@@ -5,6 +5,7 @@ each method that depends on the weights takes the version that its caller expect
 another, so that a restarted or doubly called learner cannot pass unnoticed.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from fp8rl import faults
 from fp8rl.device import resolve
 from fp8rl.journal import MODEL_FILE
-from fp8rl.learner.batch import Batch
+from fp8rl.learner.batch import Batch, make_batch
 from fp8rl.learner.checkpoint import (
     CheckpointWriter,
     capture,
@@ -32,9 +33,10 @@ from fp8rl.learner.loss import clipped_policy_loss
 from fp8rl.mismatch import mismatch_panel
 from fp8rl.model.dims import read_dims
 from fp8rl.model.kv_scales import KvScales
+from fp8rl.model.manifest import SCALE_FORMAT, SCALE_SUFFIX, Manifest, Spec
 from fp8rl.model.megatron import PolicyModel, read_hf_weights
 from fp8rl.model.precision import assert_effective, effective_rows, make_plan
-from fp8rl.model.published import SCALE_SUFFIX, Manifest, write_published
+from fp8rl.model.published import write_published
 from fp8rl.recipe.rules import learner_fp8, plan_rules, rollout_fp8
 from fp8rl.recipe.schema import Linear, Recipe
 
@@ -115,17 +117,34 @@ class Learner:
         return token_logprobs(self.model(batch.tokens), batch.tokens, temperature)
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch, *, version: int) -> Tensor:
-        """FP32 [B, S-1] log-probs of `batch` under weight `version`; 0 outside the response."""
+    def logprobs(
+        self,
+        batch: Batch,
+        *,
+        version: int,
+        temperature: float | None = None,
+        micro_batch: int | None = None,
+    ) -> Tensor:
+        """FP32 [B, S-1] log-probs of `batch` under weight `version`; 0 outside the response.
+
+        temperature, micro_batch: the recipe's where None.
+        """
         self.require_version(version)
+        temperature = self.recipe.rollout.temperature if temperature is None else temperature
         result = torch.zeros_like(batch.g)
         start = 0
-        for part in self._micro_batches(batch, self.recipe.learner.micro_batch):
-            logp, _ = self._logprobs(part, self.recipe.rollout.temperature)
+        for part in self._micro_batches(batch, micro_batch or self.recipe.learner.micro_batch):
+            logp, _ = self._logprobs(part, temperature)
             rows = slice(start, start + len(part.lengths))
             result[rows, : logp.shape[1]] = torch.where(part.mask, logp, 0.0)
             start = rows.stop
         return result
+
+    def score(self, sequences: list[list[int]], *, version: int) -> list[list[float]]:
+        """Log-probs (nats, temperature 1) of every token but the first, as the engine's `score`."""
+        batch = make_batch([s[:1] for s in sequences], [s[1:] for s in sequences])
+        rows = self.logprobs(batch, version=version, temperature=1.0).tolist()
+        return [row[: len(s) - 1] for row, s in zip(rows, sequences, strict=True)]
 
     def supervised_step(self, batch: Batch, lr: float) -> float:
         """One optimiser step on the cross-entropy of the response tokens; returns the loss.
@@ -160,7 +179,9 @@ class Learner:
         options = self.recipe.learner
         lr = options.lr * min(1.0, iteration / (options.warmup_iterations + 1))
         per_update = len(batch.lengths) // options.updates
-        old = None if options.updates == 1 else self.logprobs(batch, version=version)
+        old = None
+        if options.updates > 1:
+            old = self.logprobs(batch, version=version, micro_batch=micro_batch)
         self.version = None  # half-trained until the end
         p_parts, entropies, losses, norms = [], [], [], []
         clipped = 0
@@ -259,29 +280,42 @@ class Learner:
         self.version = state["version"]
         return state
 
-    def published_tensors(self) -> dict[str, Tensor]:
-        """What the rollout engine is to hold, by Hugging Face name, in the rollout's formats.
+    def published_specs(self) -> list[Spec]:
+        """What the rollout engine is to hold, by Hugging Face name, in the order of the name table.
 
         FP8: float8_e4m3fn codes, and FP32 descales under `<name>_scale_inv`. The rest: BF16.
         """
-        masters = self.model.export()
         scheme = rollout_fp8(self.recipe.precision).weight
-        tensors: dict[str, Tensor] = {}
+        specs = []
         for slot in self.model.table:
-            fp8 = self.rollout_plan[slot.hf[0]].format.is_fp8
-            codes = self.model.quantised(slot, scheme) if fp8 else {}
-            for name in slot.hf:
-                if fp8:
-                    tensors[name] = codes[name].float8()
-                    tensors[name + SCALE_SUFFIX] = codes[name].scale_inv
-                else:
-                    tensors[name] = masters[name].bfloat16()
-        return tensors
+            fmt = self.rollout_plan[slot.hf[0]].format
+            for name, rows in zip(slot.hf, slot.rows, strict=True):
+                shape = (rows,) if slot.columns is None else (rows, slot.columns)
+                if not fmt.is_fp8:
+                    specs.append(Spec(name, shape, "bfloat16", fmt))
+                    continue
+                scale = name + SCALE_SUFFIX
+                specs.append(Spec(name, shape, "float8_e4m3fn", fmt, scale))
+                specs.append(Spec(scale, scheme.scale_shape(*shape), "float32", SCALE_FORMAT))
+        return specs
+
+    def published_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of `published_specs`, one after the other: all at once they would be a copy of
+        the model."""
+        scheme = rollout_fp8(self.recipe.precision).weight
+        for slot in self.model.table:
+            if self.rollout_plan[slot.hf[0]].format.is_fp8:
+                for name, codes in self.model.quantised(slot, scheme).items():
+                    yield name, codes.float8()
+                    yield name + SCALE_SUFFIX, codes.scale_inv
+            else:
+                for name, master in self.model.export_slot(slot).items():
+                    yield name, master.bfloat16()
 
     def publish(self, folder: Path, *, version: int) -> Manifest:
         """Requantises weight `version` and writes it into `folder` with its manifest."""
         self.require_version(version)
-        return write_published(folder, version, self.published_tensors())
+        return write_published(folder, version, self.published_specs(), self.published_tensors())
 
     def save(self, folder: Path) -> None:
         """Writes the FP32 master weights into `folder`, as Hugging Face does."""

@@ -194,13 +194,14 @@ class PolicyModel(nn.Module):
             self._parameters_by_name[slot.megatron].copy_(self._projections(slot).join(parts))
 
     @torch.no_grad()
+    def export_slot(self, slot: Slot) -> dict[str, Tensor]:
+        """Copies of a slot's FP32 masters by Hugging Face name."""
+        parts = self._projections(slot).split(self._parameters_by_name[slot.megatron].detach())
+        return {n: p.clone() for n, p in zip(slot.hf, parts, strict=True)}
+
     def export(self) -> dict[str, Tensor]:
-        """Copies of the FP32 masters by Hugging Face name."""
-        weights: dict[str, Tensor] = {}
-        for slot in self.table:
-            parts = self._projections(slot).split(self._parameters_by_name[slot.megatron].detach())
-            weights.update({n: p.clone() for n, p in zip(slot.hf, parts, strict=True)})
-        return weights
+        """Copies of all FP32 masters by Hugging Face name."""
+        return {name: part for slot in self.table for name, part in self.export_slot(slot).items()}
 
     def quantised(self, slot: Slot, scheme: Scheme) -> dict[str, Quantised]:
         """Codes and descales of a linear slot by Hugging Face name.

@@ -14,7 +14,7 @@ from fp8rl.numerics.formats import Scaling
 
 _NOT_NUMBERS = {
     *("name", "arm", "runs_dir", "tracking", "step_timeout_s"),
-    *("checkpoint", "retry", "stop"),
+    *("checkpoint", "retry", "stop", "sync"),
 }
 # A run may be made longer or shorter: no number of an iteration depends on how many there are.
 _LENGTH = {"iterations"}
@@ -187,6 +187,26 @@ class Rollout(Section):
     kv_cache_mib: PositiveInt = 256
 
 
+class Sync(Section):
+    """Weights from learner to rollout engine, and the proof that they arrived. Changes no number."""
+
+    bucket_mib: PositiveInt = 32
+    """Weights travel in buckets of this size."""
+    timeout_s: PositiveFloat = 600.0
+    """A sync that takes longer fails, and is tried again."""
+    read_back: NonNegativeInt | None = 16
+    """Tensors that are read back from the live engine after each sync, others each time, and whose
+    products are compared. null: all of them."""
+    probe_every: NonNegativeInt = 1
+    """Every so many weight versions the engine's log-probs of fixed prompts are compared with the
+    learner's. 0: never."""
+    probe_prompts: PositiveInt = 8
+    """Validation prompts with their reference answers that the probe takes."""
+    probe_limit: PositiveFloat | None = None
+    """Largest mean |difference| of log-probs in nats; more stops the run. Empty: by the arm's
+    precision."""
+
+
 class Learner(Section):
     lr: PositiveFloat = 1e-4
     warmup_iterations: NonNegativeInt = 3
@@ -289,6 +309,7 @@ class Recipe(Section):
     task: Task = Task()
     precision: Precision = Precision()
     rollout: Rollout = Rollout()
+    sync: Sync = Sync()
     learner: Learner = Learner()
     correction: Correction = Correction()
     evaluate: Evaluate = Evaluate()

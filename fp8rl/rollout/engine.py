@@ -13,16 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fp8rl import faults
 from fp8rl.data.seeds import seed_of
 from fp8rl.device import resolve
 from fp8rl.model.dims import read_dims
 from fp8rl.model.kv_scales import KvScales, LayerScales
+from fp8rl.model.manifest import Manifest
 from fp8rl.model.names import name_table
 from fp8rl.model.precision import Decision, effective_rows, make_plan
-from fp8rl.model.published import read_published
 from fp8rl.recipe.rules import plan_rules
 from fp8rl.recipe.schema import Linear, Recipe
+from fp8rl.sync.errors import SyncError
+from fp8rl.sync.receiver import Receiver
+from fp8rl.sync.sender import Sender
 
 # vLLM reads these when it is imported. One process, so that weights can be reached in place. No
 # dynamo: on a CPU it would spend 15 seconds compiling one helper of the sampler.
@@ -103,6 +108,8 @@ class Engine:
         self.weights = self.inside(self._weights_view)
         self.version: int | None = None
         self.kv_version: int | None = None
+        self._receiver: Receiver | None = None
+        self._manifest = Manifest(-1, {})
 
     def _start(self, model_dir: Path, max_len: int) -> Any:
         from vllm import LLM
@@ -142,19 +149,71 @@ class Engine:
 
         return EngineWeights(model, self.dims)
 
-    def load_weights(self, folder: Path, version: int) -> str:
-        """Loads weight `version` from its published folder; returns the manifest's digest.
+    def begin_sync(self, manifest: Manifest, bucket_bytes: int) -> None:
+        """Makes ready for the buckets of a weight version: from here on nothing is generated.
 
-        The engine refuses to generate from the first byte until all of it is in. KV scales of
-        another version no longer count. Raises PublishedWeightsError naming what does not fit.
+        KV scales of another version no longer count. Raises PublishedWeightsError naming what does not
+        fit, EngineStateError where sequences are being generated.
         """
-        manifest, tensors = read_published(folder, version)
-        self.version = self.kv_version = None
-        self.weights.load(tensors)
-        faults.point(f"engine:load:{version}:middle")
+        if self.llm.llm_engine.has_unfinished_requests():
+            raise EngineStateError("weights came while sequences are being generated")
+        self.version = self.kv_version = self._receiver = None
+        self._receiver = Receiver(self.weights.views(), manifest, bucket_bytes)
+        self._manifest = manifest
+
+    def receive(self, index: int, payload: Tensor) -> None:
+        """Takes a bucket of the version begun. Raises SyncError; then begin again."""
+        if self._receiver is None:
+            raise SyncError(f"bucket {index} came, and no sync was begun")
+        try:
+            self._receiver.take(index, payload)
+        except SyncError:
+            self._receiver = None
+            raise
+        faults.point(f"engine:load:{self._manifest.version}:{index}")
+
+    def finish_sync(self) -> str:
+        """Checks that all is in, reads some of it back, and lets the engine generate with it again.
+
+        Returns the manifest's digest. Raises SyncError naming what is missing, ProofError naming what
+        the engine holds or computes otherwise; it stays dirty then.
+        """
+        if self._receiver is None:
+            raise SyncError("no sync was begun, or it failed")
+        receiver, self._receiver = self._receiver, None
+        receiver.finish()
+        self.weights.repack()
+        self.prove(self.recipe.sync.read_back)
         self._drop_prefix_cache()
-        self.version = version
-        return manifest.digest
+        self.version = self._manifest.version
+        return self._manifest.digest
+
+    def load_weights(self, folder: Path, version: int) -> str:
+        """A sync of weight `version` from its published folder; returns the manifest's digest.
+
+        Raises PublishedWeightsError as `PublishedFile` and `begin_sync`, SyncError where its bytes are
+        not the manifest's, and what `finish_sync` raises.
+        """
+        self.version = self.kv_version = None
+        limit = self.recipe.sync.bucket_mib * 2**20
+        sender = Sender(folder, version, limit)
+        try:
+            self.begin_sync(sender.manifest, limit)
+            for bucket in sender.buckets:
+                self.receive(bucket.index, sender.payload(bucket.index))
+        finally:
+            sender.close()
+        return self.finish_sync()
+
+    def prove(self, count: int | None) -> dict[str, int]:
+        """Reads `count` tensors (all where None) back from the live engine and compares the products of
+        the linears among them; see `proof`. Returns how many of each. Raises ProofError.
+        """
+        from fp8rl.rollout import proof
+
+        names = proof.sample_names(self._manifest, count)
+        proof.read_back(self.weights, self._manifest, names)
+        return {"tensors": len(names), "products": proof.check_products(self.weights, names)}
 
     def apply_kv_scales(self, scales: KvScales) -> list[LayerScales]:
         """Sets the KV scales of the weights held and returns those read back from the engine."""
@@ -210,6 +269,26 @@ class Engine:
             completions += self._generate_chunk(chunk, temperature, ignore_end)
         return completions
 
+    def score(self, sequences: list[list[int]], *, version: int) -> list[list[float]]:
+        """Log-probs (nats, temperature 1) of every token but the first of each sequence.
+
+        From a clean prefix cache, in one chunk after another. Raises EngineStateError as
+        `require_version`, and where vLLM leaves out a log-prob.
+        """
+        from vllm import SamplingParams
+
+        self.require_version(version)
+        parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        scores: list[list[float]] = []
+        size = self.recipe.rollout.chunk_size
+        for start in range(0, len(sequences), size):
+            self._drop_prefix_cache()
+            prompts = [{"prompt_token_ids": tokens} for tokens in sequences[start : start + size]]
+            outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
+            scores += [_prompt_logprobs(output) for output in outputs]
+        self._drop_prefix_cache()
+        return scores
+
     def _generate_chunk(
         self, chunk: list[Request], temperature: float, ignore_end: bool
     ) -> list[Completion]:
@@ -256,6 +335,13 @@ def _completion(output: Any, sampled: bool) -> Completion:
                 raise EngineStateError(f"vLLM gave no log-prob for the sampled token {token}")
             logprobs.append(entries[token].logprob)
     return Completion(tokens, logprobs, str(output.finish_reason))
+
+
+def _prompt_logprobs(output: Any) -> list[float]:
+    tokens, entries = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
+    if any(token not in found for token, found in zip(tokens, entries, strict=True)):
+        raise EngineStateError("vLLM gave no log-prob for a token of a prompt")
+    return [found[token].logprob for token, found in zip(tokens, entries, strict=True)]
 
 
 def _eos_tokens(model_dir: Path) -> list[int]:

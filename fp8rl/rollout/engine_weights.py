@@ -3,7 +3,7 @@
 What each function relies on in vLLM is held by tests/contract/test_vllm_engine.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from fp8rl.model.dims import ModelDims
 from fp8rl.model.kv_scales import KvScales, KvScalesError, LayerScales
+from fp8rl.model.manifest import SCALE_SUFFIX, PublishedWeightsError
 from fp8rl.model.names import Slot, attention_layer_name, name_table
 from fp8rl.model.precision import Format
-from fp8rl.model.published import SCALE_SUFFIX, PublishedWeightsError
 from fp8rl.rollout.vllm_plugin import Fp8Linear, ReplaceableBf16Linear
 
 _REPACKED = (Fp8Linear, ReplaceableBf16Linear, UnquantizedEmbeddingMethod)
@@ -43,7 +43,11 @@ class EngineWeights:
     def _is_fp8(self, slot: Slot) -> bool:
         return self._parameters[slot.vllm].dtype is torch.float8_e4m3fn
 
-    def _views(self) -> dict[str, Tensor]:
+    def linear(self, slot: Slot) -> Any:
+        """vLLM's module that holds the slot."""
+        return self.model.get_submodule(slot.vllm.removesuffix(".weight"))
+
+    def views(self) -> dict[str, Tensor]:
         """Where each published tensor lives in the engine, by Hugging Face name."""
         views: dict[str, Tensor] = {}
         for slot in self.table:
@@ -53,35 +57,14 @@ class EngineWeights:
                 row += rows
                 if self._is_fp8(slot):
                     scales = self._parameters[self._scale_name(slot)].data
-                    module: Any = self.model.get_submodule(slot.vllm.removesuffix(".weight"))
-                    high = module.quant_method.scale_rows(rows, slot.columns)
+                    high = self.linear(slot).quant_method.scale_rows(rows, slot.columns)
                     views[name + SCALE_SUFFIX] = scales[block : block + high]
                     block += high
         return views
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies `tensors` into the engine, every one exactly once, and repacks.
-
-        Raises PublishedWeightsError naming what is missing, unknown, or of another shape or dtype;
-        then nothing has been changed.
-        """
-        views = self._views()
-        problems = [f"{name}: missing" for name in views if name not in tensors]
-        problems += [f"{name}: not in the engine" for name in tensors if name not in views]
-        for name in views.keys() & tensors.keys():
-            have, want = tensors[name], views[name]
-            if have.shape != want.shape or have.dtype != want.dtype:
-                problems.append(
-                    f"{name}: sent {tuple(have.shape)} {have.dtype}, "
-                    f"the engine holds {tuple(want.shape)} {want.dtype}"
-                )
-        if problems:
-            raise PublishedWeightsError(
-                "the weights do not fit the engine:\n  " + "\n  ".join(sorted(problems))
-            )
-        for name, view in views.items():
-            view.copy_(tensors[name])
+    def repack(self) -> None:
+        """Has what vLLM computes with made anew from the weights, which were changed in place."""
         for slot in self.table:  # vLLM pads the vocabulary; the padding must not hold noise
             self._parameters[slot.vllm].data[sum(slot.rows) :].zero_()
         for module in self.model.modules():
@@ -89,9 +72,10 @@ class EngineWeights:
             if isinstance(method, _REPACKED):
                 method.process_weights_after_loading(module)
 
-    def read(self) -> dict[str, Tensor]:
-        """Copies of what the engine holds, by Hugging Face name."""
-        return {name: view.clone() for name, view in self._views().items()}
+    def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Copies of what the engine holds, by Hugging Face name; of all where `names` is None."""
+        views = self.views()
+        return {name: views[name].clone() for name in (views if names is None else names)}
 
     def effective_formats(self) -> dict[str, Format]:
         """The format that each parameter was used in by the last forward."""
@@ -99,7 +83,7 @@ class EngineWeights:
         for slot in self.table:
             effective = Format.BF16
             if slot.is_linear:
-                module: Any = self.model.get_submodule(slot.vllm.removesuffix(".weight"))
+                module = self.linear(slot)
                 if not hasattr(module, "fp8rl_effective"):
                     raise RuntimeError("effective formats are known after a first forward only")
                 effective = module.fp8rl_effective

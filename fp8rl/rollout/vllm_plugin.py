@@ -153,16 +153,19 @@ class Fp8Linear(LinearMethodBase):
         layer.register_parameter("weight_scale_inv", torch.nn.Parameter(scales, requires_grad=False))
         layer.fp8rl_rows = tuple(output_partition_sizes)
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Prepares the products from the codes; called again after each change."""
+    def fused_weight(self, layer: Any) -> FusedWeight:
+        """The weight that the layer holds; its memory is the layer's."""
         k = layer.weight.shape[1]
         down = [self.scale_rows(rows, k) for rows in layer.fp8rl_rows]
         codes = layer.weight.data.view(torch.uint8).split(layer.fp8rl_rows)
         scales = layer.weight_scale_inv.data.split(down)
         parts = [Quantised(c, s, self.recipe.weight) for c, s in zip(codes, scales, strict=True)]
         names = tuple(str(n) for n in range(len(parts)))
-        projections = Projections(names, layer.fp8rl_rows)
-        layer.fp8rl_prepared = self.products.prepare(FusedWeight(projections, parts, None))
+        return FusedWeight(Projections(names, layer.fp8rl_rows), parts, None)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Prepares the products from the codes; called again after each change."""
+        layer.fp8rl_prepared = self.products.prepare(self.fused_weight(layer))
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] -> [..., N] in x's dtype."""

@@ -163,7 +163,7 @@ def test_published_codes_are_those_of_the_learners_forward_and_of_the_oracle(tmp
     )
     learner = Learner(write_model(RAGGED, tmp_path), recipe)
     learner.load(tmp_path, 0)
-    weights, published = random_weights(RAGGED), learner.published_tensors()
+    weights, published = random_weights(RAGGED), dict(learner.published_tensors())
     for name, weight in weights.items():
         if "_proj" not in name:
             assert torch.equal(published[name], weight.bfloat16())

@@ -11,8 +11,8 @@ import torch
 
 from fp8rl.learner.learner import Learner
 from fp8rl.model.layers import PlannedLinear
+from fp8rl.model.manifest import SCALE_SUFFIX
 from fp8rl.model.precision import Format, PrecisionPlanError
-from fp8rl.model.published import SCALE_SUFFIX
 from fp8rl.numerics import amx
 from fp8rl.numerics.backends import Projections, backend
 from fp8rl.numerics.formats import ScaleRule, Scaling, fp8_recipe
@@ -53,7 +53,7 @@ def test_published_weights_compute_in_vllms_linear_as_the_oracle_says(model_dir,
     recipe = recipe_of(scaling, rule, name=name)
     learner = Learner(model_dir, recipe)
     learner.load(model_dir, 0)
-    tensors = learner.published_tensors()
+    tensors = dict(learner.published_tensors())
     slot = next(s for s in learner.model.table if s.vllm == "model.layers.1.self_attn.qkv_proj.weight")
     method = Fp8Linear("qkv", rollout_fp8(recipe.precision), backend(name))
     layer = torch.nn.Module()
@@ -90,10 +90,10 @@ def test_learner_trains_in_every_mode(model_dir, scaling, fmt):
     batch = make_batch(
         [r[:2] for r in rows], [r[2:] for r in rows], [[-1.0] * (len(r) - 2) for r in rows]
     )
-    before = learner.published_tensors()
+    before = dict(learner.published_tensors())
     metrics = learner.train(batch, torch.tensor([1.0, -1.0]), iteration=1, version=0).metrics
     assert 0 < metrics["train/grad_norm"] < 100
-    after = learner.published_tensors()
+    after = dict(learner.published_tensors())
     changed = [
         k for k in before if not torch.equal(before[k].view(torch.uint8), after[k].view(torch.uint8))
     ]
@@ -109,7 +109,7 @@ def test_engine_runs_a_mode_with_other_descales(model_dir, tmp_path, scaling):
     learner.publish(tmp_path, version=0)
     engine = Engine(model_dir, recipe, max_len=32)
     engine.load_weights(tmp_path, 0)
-    held, sent = engine.weights.read(), learner.published_tensors()
+    held, sent = engine.weights.read(), dict(learner.published_tensors())
     for name, tensor in sent.items():
         assert torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8)), name
     done = engine.generate(requests_for([[5, 6, 7]], [0], 2, run_seed=0, iteration=1), version=0)

@@ -3,83 +3,20 @@
 Each test names the vLLM behaviour it relies on, so that an upgrade fails here and says where.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from fp8rl.learner.batch import make_batch
-from fp8rl.learner.learner import Learner
 from fp8rl.mismatch import mismatch_panel
 from fp8rl.model.kv_scales import KvScales, KvScalesError, LayerScales
 from fp8rl.model.precision import Format
-from fp8rl.model.published import PublishedWeightsError, read_published, write_published
-from fp8rl.rollout.engine import Engine, EngineStateError, Request, requests_for
+from fp8rl.rollout.engine import Engine, EngineStateError
 from tests import oracle
-from tests.models import RAGGED, random_weights, recipe_with, write_model
+from tests.contract.pairs import ARMS
+from tests.models import RAGGED, random_weights
 
 pytestmark = pytest.mark.engine
-
-ARMS = {
-    "bf16": {"rollout": "bf16", "learner": "bf16", "kv_cache": "bf16"},
-    "fp8-e2e-kv": {"rollout": "fp8", "learner": "fp8", "kv_cache": "fp8"},
-}
-
-
-class Pair:
-    """An engine and a learner on the same weights."""
-
-    def __init__(self, arm: str, folder: Path) -> None:
-        self.recipe = recipe_with(
-            model={"tiny": RAGGED.model_dump()},
-            precision=ARMS[arm],
-            learner={"lr": 3e-3, "warmup_iterations": 0},
-            rollout={"max_new_tokens": 12, "chunk_size": 16, "kv_cache_mib": 64},
-        )
-        self.folder = folder
-        self.model_dir = write_model(RAGGED, folder / "model")
-        self.engine = Engine(self.model_dir, self.recipe, max_len=64)
-        self.sync(self.new_learner(), 0)
-
-    def new_learner(self) -> Learner:
-        learner = Learner(self.model_dir, self.recipe)
-        learner.load(self.model_dir, 0)
-        return learner
-
-    def sync(self, learner: Learner, version: int) -> None:
-        """Publishes and loads `version`, and calibrates where the KV cache is FP8."""
-        folder = self.folder / f"v{version}"
-        learner.publish(folder, version=version)
-        self.engine.load_weights(folder, version)
-        if self.engine.fp8_kv:
-            self.engine.apply_kv_scales(self.scales(learner, version))
-
-    def scales(self, learner: Learner, version: int) -> KvScales:
-        return learner.calibrate_kv(some_tokens(), version=version, source="test")
-
-    def requests(self, iteration: int = 1, prompts: int = 8) -> list[Request]:
-        generator = torch.Generator().manual_seed(iteration)
-        ids = [torch.randint(4, 90, (5 + n % 3,), generator=generator).tolist() for n in range(prompts)]
-        return requests_for(ids, list(range(prompts)), 2, run_seed=0, iteration=iteration)
-
-
-def some_tokens():
-    generator = torch.Generator().manual_seed(9)
-    rows = [torch.randint(4, 90, (20,), generator=generator).tolist() for _ in range(32)]
-    return make_batch([r[:6] for r in rows], [r[6:] for r in rows])
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    made: dict[str, Pair] = {}
-
-    def get(arm: str) -> Pair:
-        if arm not in made:
-            made[arm] = Pair(arm, tmp_path_factory.mktemp(arm))
-        return made[arm]
-
-    return get
 
 
 @pytest.fixture
@@ -194,7 +131,8 @@ def test_cache_holds_values_divided_by_the_scales_sent(fp8):
         cache = first_layer_cache(fp8.engine)
         cache.zero_()
         fp8.engine.generate(request, version=0)
-        return float(np.abs(oracle.decode(cache[:4].numpy().ravel())).max())
+        written = cache.view(torch.uint8).ravel()
+        return float(np.abs(oracle.decode(written[written != 0].numpy())).max())
 
     assert 448 / 16 < largest_code() < 448
     small = tuple(LayerScales(s.q / 64, s.k / 64, s.v / 64) for s in scales.layers)
@@ -278,27 +216,6 @@ def test_weights_loaded_twice_equal_a_first_load(pairs, arm):
     assert changed != first
     pair.sync(pair.new_learner(), 0)
     assert pair.engine.generate(pair.requests(), version=0) == first
-
-
-def test_misfit_weights_are_named_and_the_engine_refuses_to_generate(fp8):
-    _, tensors = read_published(fp8.folder / "v0", 0)
-    name = "model.layers.0.mlp.up_proj.weight"
-    faults = {
-        "missing": {k: v for k, v in tensors.items() if k != name + "_scale_inv"},
-        "not in the engine": tensors | {"model.layers.9.mlp.up_proj.weight": tensors[name].clone()},
-        "the engine holds (320, 192)": tensors | {name: tensors[name][:5]},
-        "torch.bfloat16": tensors | {name: torch.zeros(320, 192, dtype=torch.bfloat16)},
-    }
-    for index, (message, bad) in enumerate(faults.items()):
-        folder = fp8.folder / f"bad{index}"
-        write_published(folder, 1, bad)
-        with pytest.raises(PublishedWeightsError) as error:
-            fp8.engine.load_weights(folder, 1)
-        assert message in str(error.value)
-        with pytest.raises(EngineStateError, match="no whole weights"):
-            fp8.engine.generate(fp8.requests(), version=1)
-    fp8.sync(fp8.new_learner(), 0)  # a retry after any failure succeeds
-    fp8.engine.generate(fp8.requests(), version=0)
 
 
 def test_another_version_is_refused(fp8):

@@ -59,17 +59,18 @@ FLOW = (*OPENING, *PREPARING, *FIRST_WEIGHTS, *ITERATION)
 
 # The actors' processes, all in one run that nobody resumes (checkpoint.every=1).
 ACTORS = (
-    "engine:load:0:middle",
+    "engine:load:0:1",
     "engine:scales:0:middle",
     "engine:evaluate:0:greedy",
     "engine:rollout:1:0:generated",
     "engine:rollout:1:1:generated",
     "learner:train:1:middle",
     "publish:1:tensors",
-    "engine:load:1:middle",
+    "engine:load:1:0",
     "checkpoint:1:middle",
     "learner:train:2:middle",
     "publish:2:before-manifest",
+    "learner:send:2:1",
     "learner:calibrate:2:middle",
     "engine:evaluate:2:sampled",
     "checkpoint:2:before-rename",
@@ -98,13 +99,16 @@ def in_words(point: str) -> str:
         return f"rollout, iteration {rest[0]}: chunks joined, not yet committed"
     if kind == "engine":
         what = {
-            "load": "while weights {} are loaded",
+            "load": "in the sync of weights {}",
             "scales": "while KV scales {} are applied",
             "evaluate": "in the evaluation of weights {}",
             "rollout": "in the middle of a rollout chunk, iteration {}",
         }[rest[0]]
-        return what.format(rest[1]) + (f" (chunk {rest[2]})" if rest[0] == "rollout" else "")
+        part = {"rollout": "chunk", "load": "bucket"}.get(rest[0])
+        return what.format(rest[1]) + (f" ({part} {rest[2]})" if part else "")
     if kind == "learner":
+        if rest[0] == "send":
+            return f"in the sync of weights {rest[1]} (bucket {rest[2]})"
         what = {"train": "in the middle of train", "calibrate": "in recalibrate_kv"}[rest[0]]
         return f"{what}, iteration {rest[1]}"
     if kind == "publish":

@@ -60,6 +60,7 @@ def sizes(folder):
         "rollout.chunk_size=32",
         "checkpoint.every=2",
         "retry.delay_s=0.1",
+        "sync.bucket_mib=1",
     ]
 
 

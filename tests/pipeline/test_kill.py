@@ -39,7 +39,12 @@ def test_killed_run_is_left_alone_until_resumed_and_then_ends_as_if_never_killed
     assert {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()} == before
 
     # Carried on, with an engine and a learner that die: the command survives those.
-    deaths = ("engine:evaluate:2:greedy", "learner:train:3:middle")
+    deaths = (
+        "learner:send:2:1",
+        "engine:evaluate:2:greedy",
+        "learner:train:3:middle",
+        "engine:load:3:1",
+    )
     ended = commands.call("resume", "killed", f"--runs-dir={runs_dir}", kill=deaths)
     assert ended.code == 0, ended.text[-3000:]
     assert ended.reached == deaths

@@ -13,7 +13,8 @@ from fp8rl.device import settled
 from fp8rl.learner.batch import make_batch
 from fp8rl.learner.logprobs import token_logprobs
 from fp8rl.mismatch import mismatch_panel
-from fp8rl.model.published import read_manifest, read_published
+from fp8rl.model.manifest import read_manifest
+from fp8rl.model.published import read_published
 from fp8rl.report import STEPS
 from fp8rl.runs import Run, State
 from fp8rl.tables import from_parquet

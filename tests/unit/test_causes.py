@@ -14,6 +14,7 @@ from fp8rl.files import DiskFullError, disk_error
 from fp8rl.journal import JournalError
 from fp8rl.lock import LockedError
 from fp8rl.recipe.rules import RecipeError
+from fp8rl.sync.errors import ProofError, SyncError
 from tasks.causes import Cause, cause_of
 
 MONITOR = (
@@ -55,6 +56,7 @@ PASSING = [
     (ray.NodeDiedError("gone"), Cause.NODE_LOST),
     (ray.ObjectLostError("aa" * 28, None, "here"), Cause.NODE_LOST),
     (ray.OwnerDiedError("aa" * 28, None, "here"), Cause.NODE_LOST),
+    (SyncError("bucket 1 is missing"), Cause.NOT_ARRIVED),
     (ray.GetTimeoutError("late"), Cause.TIMEOUT),
     (TimeoutError("step train of iteration 1 took longer than step_timeout_s=1"), Cause.TIMEOUT),
     (MemoryError("planted"), Cause.OUT_OF_MEMORY),
@@ -68,6 +70,7 @@ PERMANENT = [
     DiskFullError(errno.ENOSPC, "no room to write x"),
     disk_error(OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), os.devnull),
     FaultError("planted fault at x"),
+    ProofError("the engine does not hold what weight version 1 says"),
     RuntimeError("a check failed"),
     ValueError("samples of weight version [1] in a batch of version 2"),
     AssertionError(),
@@ -154,6 +157,7 @@ def test_every_cause_says_in_words_what_it_is():
         "an engine or learner process died",
         "a node was lost",
         "it took too long",
+        "weights did not arrive as they were sent",
         "memory ran out",
         "trying again would fail again",
     }

@@ -18,11 +18,8 @@ from fp8rl.files import DiskFullError, copy_atomic, from_sealed, to_sealed, writ
 from fp8rl.journal import ITERATION, Journal, JournalError, StepRecord
 from fp8rl.lock import LockedError, RunLock
 from fp8rl.model.kv_scales import KvScales, KvScalesError, LayerScales
-from fp8rl.model.published import (
-    PublishedWeightsError,
-    read_published,
-    write_published,
-)
+from fp8rl.model.manifest import PublishedWeightsError
+from fp8rl.model.published import read_published
 from fp8rl.rewind import set_aside
 from fp8rl.runs import Run, State
 from fp8rl.verification import verify_run
@@ -35,6 +32,7 @@ from tests.folders import (
     small_recipe,
     this_attempt,
 )
+from tests.models import publish as publish_tensors
 
 ROOT = Path(__file__).parents[2]
 
@@ -217,7 +215,7 @@ def take_lock(run: Run) -> None:
 
 
 def publish(run: Run) -> None:
-    write_published(run.journal.weights_folder(2), 2, TENSORS)
+    publish_tensors(run.journal.weights_folder(2), 2, TENSORS)
 
 
 def copy(run: Run) -> None:
@@ -380,11 +378,15 @@ def test_file_size_limit_of_the_system_is_a_full_disk_too(made, tmp_path):
 # --- published weights and KV scales
 
 
-TENSORS = {"a": torch.arange(6.0).view(2, 3).bfloat16(), "b": torch.ones(3).to(torch.float8_e4m3fn)}
+TENSORS = {
+    "a": torch.arange(6.0).view(2, 3).bfloat16(),
+    "b": torch.ones(3).to(torch.float8_e4m3fn),
+    "b_scale_inv": torch.ones(1),
+}
 
 
 def test_published_weights_read_back(tmp_path):
-    manifest = write_published(tmp_path, 4, TENSORS)
+    manifest = publish_tensors(tmp_path, 4, TENSORS)
     read, tensors = read_published(tmp_path, 4)
     assert read == manifest
     assert all(
@@ -393,15 +395,15 @@ def test_published_weights_read_back(tmp_path):
 
 
 def test_digest_is_of_the_tensors(tmp_path):
-    first = write_published(tmp_path / "1", 1, TENSORS)
-    assert write_published(tmp_path / "2", 2, TENSORS).digest == first.digest
+    first = publish_tensors(tmp_path / "1", 1, TENSORS)
+    assert publish_tensors(tmp_path / "2", 2, TENSORS).digest == first.digest
     changed = TENSORS | {"b": torch.zeros(3).to(torch.float8_e4m3fn)}
-    assert write_published(tmp_path / "3", 1, changed).digest != first.digest
+    assert publish_tensors(tmp_path / "3", 1, changed).digest != first.digest
 
 
 @pytest.mark.parametrize("fault", ["flip", "truncate", "delete", "manifest", "version", "tensor"])
 def test_faulty_published_weights_are_refused(tmp_path, fault):
-    write_published(tmp_path, 1, TENSORS)
+    publish_tensors(tmp_path, 1, TENSORS)
     file, version = tmp_path / "weights.safetensors", 1
     content = bytearray(file.read_bytes())
     if fault == "flip":
@@ -417,7 +419,7 @@ def test_faulty_published_weights_are_refused(tmp_path, fault):
         version = 2
     else:
         manifest = json.loads((tmp_path / "manifest.json").read_text())
-        del manifest["tensors"]["a"]
+        del manifest["tensors"][0]
         (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(PublishedWeightsError):
         read_published(tmp_path, version)
@@ -426,7 +428,7 @@ def test_faulty_published_weights_are_refused(tmp_path, fault):
 def test_old_tensors_go_and_manifests_stay(tmp_path):
     journal = Journal(tmp_path)
     for version in range(4):
-        write_published(journal.weights_folder(version), version, TENSORS)
+        publish_tensors(journal.weights_folder(version), version, TENSORS)
     journal.drop_weights_before(2)
     kept = sorted(p.parent.name for p in journal.folder.glob("weights/*/weights.safetensors"))
     assert kept == ["v00002", "v00003"]

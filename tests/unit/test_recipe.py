@@ -442,6 +442,12 @@ NOT_NUMBERS = {
     "retry.smaller_micro_batch": "false",
     "stop.after_iteration": 9,
     "stop.time_limit_s": 9,
+    "sync.bucket_mib": 9,
+    "sync.timeout_s": 9,
+    "sync.read_back": 9,
+    "sync.probe_every": 9,
+    "sync.probe_prompts": 9,
+    "sync.probe_limit": 9,
     "tracking.uri": "x",
     "tracking.experiment": "x",
 }

@@ -1,0 +1,12 @@
+"""What can go wrong between learner and engine. Imports without torch, for the flow's sake."""
+
+
+class SyncError(RuntimeError):
+    """Weights that did not arrive as they were published: the text names the tensor and the bucket.
+
+    Sending again can help, and starts from the first bucket.
+    """
+
+
+class ProofError(RuntimeError):
+    """The engine does not hold, or not compute with, what it was sent: the text says what differs."""
