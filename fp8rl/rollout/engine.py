@@ -23,6 +23,7 @@ from fp8rl.model.precision import Decision, effective_rows, make_plan
 from fp8rl.model.published import read_published
 from fp8rl.recipe.rules import plan_rules
 from fp8rl.recipe.schema import Linear, Recipe
+from fp8rl.rollout.pressure import Pressure, PressureGauge
 
 # vLLM reads these when it is imported. One process, so that weights can be reached in place. No
 # dynamo: on a CPU it would spend 15 seconds compiling one helper of the sampler.
@@ -100,6 +101,7 @@ class Engine:
         self.fp8_kv = recipe.precision.kv_cache is Linear.FP8
         with _llvmlite_out_of_sight():
             self.llm = self._start(model_dir, max_len)
+        self._gauge = PressureGauge(self.llm)
         self.weights = self.inside(self._weights_view)
         self.version: int | None = None
         self.kv_version: int | None = None
@@ -130,7 +132,7 @@ class Engine:
             logprobs_mode="processed_logprobs",
             enforce_eager=True,
             seed=recipe.seed,
-            disable_log_stats=True,
+            disable_log_stats=False,
         )
 
     def inside(self, function: Any) -> Any:
@@ -204,11 +206,17 @@ class Engine:
         rollout = self.recipe.rollout
         temperature = rollout.temperature if temperature is None else temperature
         completions: list[Completion] = []
+        self._gauge.start()
         for start in range(0, len(requests), rollout.chunk_size):
             self._drop_prefix_cache()
             chunk = requests[start : start + rollout.chunk_size]
             completions += self._generate_chunk(chunk, temperature, ignore_end)
         return completions
+
+    @property
+    def pressure(self) -> Pressure:
+        """How full the KV cache was in the last call of `generate`."""
+        return self._gauge.pressure
 
     def _generate_chunk(
         self, chunk: list[Request], temperature: float, ignore_end: bool
