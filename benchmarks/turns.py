@@ -1,4 +1,4 @@
-"""Rollout speed of several arms in turns: each has its engine, and one generates after the other.
+"""Several processes in turns: each has its engine, and one generates after the other.
 
 Arms that are measured minutes apart meet another machine where it is shared; ratios of turns that
 follow each other do not.
@@ -7,12 +7,14 @@ follow each other do not.
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
 from fp8rl.device import compute_environment
 from fp8rl.recipe.load import load_recipe
+from fp8rl.recipe.schema import Recipe
 
 
 def _say(process: "subprocess.Popen[str]", wanted: str) -> str:
@@ -24,32 +26,48 @@ def _say(process: "subprocess.Popen[str]", wanted: str) -> str:
     raise RuntimeError(f"{process.args}: ended before it said {wanted!r}")
 
 
-def rollout_in_turns(folder: Path, arms: tuple[str, ...], rounds: int = 6) -> dict[str, list[float]]:
-    """tokens/s of each of `arms` in `folder` by round; a first round warms up and is left out."""
+def in_turns(arms: dict[str, tuple[Sequence[str], Recipe]], rounds: int) -> dict[str, list[str]]:
+    """What each of `arms` says in each round.
+
+    arms: a Python module with its arguments, and the recipe whose environment its process gets. It says
+    "ready", and then, for each line that comes in, "turn" and what it measured.
+    """
     with ExitStack() as at_the_end:
         processes = {}
-        for arm in arms:
-            path = str(folder / f"{arm}.yaml")
+        for arm, (arguments, recipe) in arms.items():
             process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.measure", path, "--turns"],
+                [sys.executable, "-m", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
-                env=os.environ | compute_environment(load_recipe(path).recipe),
+                env=os.environ | compute_environment(recipe),
             )
             at_the_end.callback(process.wait)
             at_the_end.callback(process.terminate)
             _say(process, "ready")
             processes[arm] = process
-        speeds: dict[str, list[float]] = {arm: [] for arm in arms}
-        for _ in range(rounds + 1):
+        said: dict[str, list[str]] = {arm: [] for arm in arms}
+        for _ in range(rounds):
             for arm, process in processes.items():
                 assert process.stdin is not None
                 process.stdin.write("\n")
                 process.stdin.flush()
-                speeds[arm].append(float(_say(process, "turn")))
-    return {arm: values[1:] for arm, values in speeds.items()}
+                said[arm].append(_say(process, "turn"))
+    return said
+
+
+def rollout_in_turns(folder: Path, arms: tuple[str, ...], rounds: int = 6) -> dict[str, list[float]]:
+    """tokens/s of each of `arms` in `folder` by round; a first round warms up and is left out."""
+    paths = {arm: str(folder / f"{arm}.yaml") for arm in arms}
+    said = in_turns(
+        {
+            arm: (["benchmarks.measure", path, "--turns"], load_recipe(path).recipe)
+            for arm, path in paths.items()
+        },
+        rounds + 1,
+    )
+    return {arm: [float(value) for value in values[1:]] for arm, values in said.items()}
 
 
 def over_first(speeds: dict[str, list[float]]) -> dict[str, float]:

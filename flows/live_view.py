@@ -98,7 +98,10 @@ class LiveView(AbstractContextManager["LiveView"]):
         return Group(table, self.bar)
 
 
-_HEADINGS = ("iteration", "accuracy", "reward", "mismatch", "tokens/s", *(f"{s} s" for s in STEPS))
+_HEADINGS = (
+    *("iteration", "accuracy", "reward", "mismatch", "tokens/s", "KV peak", "preempted"),
+    *(f"{s} s" for s in STEPS),
+)
 
 
 def _cells(number: int, metrics: dict[str, float]) -> list[str]:
@@ -107,6 +110,8 @@ def _cells(number: int, metrics: dict[str, float]) -> list[str]:
         ("train/reward_mean", "{:.3f}"),
         ("mismatch/token_mult_prob_error", "{:.4f}"),
         ("perf/tokens_per_sec_per_gpu", "{:,.0f}"),
+        ("kv/peak_use", "{:.0%}"),
+        ("kv/preemptions", "{:.0f}"),
         *((f"timing/{step}_s", "{:.2f}") for step in STEPS),
     )
     cells = (metrics.get(name, math.nan) for name, _ in formats)

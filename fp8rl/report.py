@@ -1,6 +1,8 @@
 """What a run amounts to: metrics of an iteration, the summary of a run, tables and plots of arms."""
 
+import math
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ def summarise(journal: Journal) -> dict[str, Any]:
 
     Accuracies before the first and after the last iteration; mismatch, throughput and times: median
     over the iterations after the first, which warms caches up (the first where it is the only one).
+    KV cache: greatest use of an iteration, and all preemptions.
     """
     records = journal.iterations()
     # Of a run that was made shorter the last iteration has no evaluation.
@@ -50,6 +53,10 @@ def summarise(journal: Journal) -> dict[str, Any]:
 
     def median(name: str) -> float:
         return statistics.median(record.metrics[name] for record in steady)
+
+    def pressure(name: str, over: Callable[[list[float]], float]) -> float:
+        # Iterations of an older version did not measure it.
+        return over([r.metrics[name] for r in records[1:] if name in r.metrics] or [math.nan])
 
     return {
         "iterations": records[-1].iteration,
@@ -65,6 +72,8 @@ def summarise(journal: Journal) -> dict[str, Any]:
         "tokens_per_sec_per_gpu": median("perf/tokens_per_sec_per_gpu"),
         "rollout_tokens_per_sec": median("perf/rollout_tokens_per_sec"),
         "learner_tokens_per_sec": median("perf/learner_tokens_per_sec"),
+        "kv_peak_use": pressure("kv/peak_use", max),
+        "kv_preemptions": pressure("kv/preemptions", sum),
         "iteration_s": median("timing/iteration_s"),
         "steps_s": {step: median(f"timing/{step}_s") for step in STEPS},
     }
@@ -82,6 +91,8 @@ _ROWS = (
     ("tokens/s/GPU", "tokens_per_sec_per_gpu", "{:,.0f}"),
     ("  rollout tokens/s", "rollout_tokens_per_sec", "{:,.0f}"),
     ("  learner tokens/s", "learner_tokens_per_sec", "{:,.0f}"),
+    ("KV cache, peak use", "kv_peak_use", "{:.0%}"),
+    ("KV cache, preemptions", "kv_preemptions", "{:.0f}"),
     ("time of an iteration (s)", "iteration_s", "{:.2f}"),
 )
 

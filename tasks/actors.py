@@ -274,8 +274,9 @@ class EngineActor:
         """What the engine really runs; empty before its first forward."""
         return self.engine.precision_report() if self._has_run else {}
 
-    def rollout(self, iteration: int, version: int, chunk: int) -> tuple[bytes, float]:
-        """One chunk of the samples of the iteration's prompts: (Parquet, seconds of generation)."""
+    def rollout(self, iteration: int, version: int, chunk: int) -> tuple[bytes, float, dict[str, Any]]:
+        """One chunk of the samples of the iteration's prompts: (Parquet, seconds of generation, the KV
+        cache's `Pressure` as a dict)."""
         import time
 
         from fp8rl import faults
@@ -295,6 +296,7 @@ class EngineActor:
         started = time.perf_counter()
         done = self.engine.generate(requests, version=version)
         seconds = time.perf_counter() - started
+        pressure = self.engine.pressure.to_dict()
         self._has_run = True
         faults.point(f"engine:rollout:{iteration}:{chunk}:generated")
         self.engine.precision_report()  # raises where a linear did not run the planned format
@@ -310,7 +312,7 @@ class EngineActor:
             "text": [self._text(completion.tokens) for completion in done],
             "entry": [prompts["entry"][prompt] for prompt, _ in rows],
         }
-        return to_parquet(table), seconds
+        return to_parquet(table), seconds, pressure
 
     def evaluate(self, version: int) -> dict[str, list[Any]]:
         """Greedy and sampled answers to the validation prompts, as columns."""

@@ -9,6 +9,8 @@ from typing import Any
 from fp8rl import faults, progress
 from fp8rl.context import RunContext
 from fp8rl.journal import JournalError, StepRecord
+from fp8rl.recipe.schema import Linear
+from fp8rl.rollout.pressure import Pressure
 from fp8rl.rollout.samples import join, rollout_metrics
 from fp8rl.tables import from_parquet, to_parquet
 from tasks.ensure import ensure_engine
@@ -36,19 +38,39 @@ async def rollout(context: RunContext, iteration: int) -> tuple[dict[str, bytes]
         record = _committed(context, iteration, chunk, inputs)
         if record is None:
             engine = await ensure_engine(context, version)
-            table, seconds = await wait(engine.rollout.remote(iteration, version, number))
-            record = StepRecord(chunk, iteration, seconds, inputs=inputs)
+            table, seconds, pressure = await wait(engine.rollout.remote(iteration, version, number))
+            output = {"pressure": pressure}
+            record = StepRecord(chunk, iteration, seconds, inputs=inputs, output=output)
             record = journal.commit(record, {f"{chunk}.parquet": table})
         records.append(record)
     tables = [from_parquet(journal.read_file(iteration, c, f"{c}.parquet")) for c in chunks]
     columns = join(tables)
     seconds = sum(record.seconds for record in records)
+    pressures = [Pressure.from_dict(record.output["pressure"]) for record in records]
+    metrics = rollout_metrics(columns, seconds, pressures)
+    _say_where_the_cache_ran_full(context, iteration, metrics)
     content = to_parquet(columns)
     faults.point(f"rollout:{iteration}:joined")
     return {"rollouts.parquet": content}, {
-        "metrics": rollout_metrics(columns, seconds),
+        "metrics": metrics,
         "output": {"generated_tokens": sum(map(len, columns["tokens"])), "chunks": len(chunks)},
     }
+
+
+def _say_where_the_cache_ran_full(
+    context: RunContext, iteration: int, metrics: dict[str, float]
+) -> None:
+    preemptions = int(metrics["kv/preemptions"])
+    if not preemptions:
+        return
+    more = "more rollout.kv_cache_mib, or fewer sequences at a time (rollout.chunk_size)"
+    if context.recipe.precision.kv_cache is Linear.BF16:
+        more += "; precision.kv_cache=fp8 holds twice as many tokens"
+    text = (
+        f"iteration {iteration}: the KV cache of {metrics['kv/capacity_tokens']:,.0f} tokens ran full: "
+        f"{preemptions} sequences were thrown out and computed again. What helps: {more}"
+    )
+    progress.emit(progress.Event("note", text))
 
 
 def _committed(
@@ -60,9 +82,10 @@ def _committed(
         return None
     try:
         record = journal.whole(iteration, chunk)
-        if record.inputs == inputs:
+        if record.inputs == inputs and "pressure" in record.output:
             return record
-        fault = f"chunk {chunk} of iteration {iteration} came from other inputs"
+        what = "by an older version" if record.inputs == inputs else "from other inputs"
+        fault = f"chunk {chunk} of iteration {iteration} was made {what}"
     except JournalError as error:
         fault = str(error)
     progress.emit(progress.Event("note", f"{fault}; it is generated again"))

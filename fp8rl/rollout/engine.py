@@ -25,6 +25,7 @@ from fp8rl.model.names import name_table
 from fp8rl.model.precision import Decision, effective_rows, make_plan
 from fp8rl.recipe.rules import plan_rules
 from fp8rl.recipe.schema import Linear, Recipe
+from fp8rl.rollout.pressure import Pressure, PressureGauge
 from fp8rl.sync.errors import SyncError
 from fp8rl.sync.receiver import Receiver
 from fp8rl.sync.sender import Sender
@@ -105,6 +106,7 @@ class Engine:
         self.fp8_kv = recipe.precision.kv_cache is Linear.FP8
         with _llvmlite_out_of_sight():
             self.llm = self._start(model_dir, max_len)
+        self._gauge = PressureGauge(self.llm)
         self.weights = self.inside(self._weights_view)
         self.version: int | None = None
         self.kv_version: int | None = None
@@ -137,7 +139,7 @@ class Engine:
             logprobs_mode="processed_logprobs",
             enforce_eager=True,
             seed=recipe.seed,
-            disable_log_stats=True,
+            disable_log_stats=False,
         )
 
     def inside(self, function: Any) -> Any:
@@ -263,6 +265,7 @@ class Engine:
         rollout = self.recipe.rollout
         temperature = rollout.temperature if temperature is None else temperature
         completions: list[Completion] = []
+        self._gauge.start()
         for start in range(0, len(requests), rollout.chunk_size):
             self._drop_prefix_cache()
             chunk = requests[start : start + rollout.chunk_size]
@@ -288,6 +291,11 @@ class Engine:
             scores += [_prompt_logprobs(output) for output in outputs]
         self._drop_prefix_cache()
         return scores
+
+    @property
+    def pressure(self) -> Pressure:
+        """How full the KV cache was in the last call of `generate`."""
+        return self._gauge.pressure
 
     def _generate_chunk(
         self, chunk: list[Request], temperature: float, ignore_end: bool

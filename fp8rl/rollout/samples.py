@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from fp8rl.rollout.pressure import Pressure, combine
+
 Columns = dict[str, list[Any]]
 
 
@@ -10,8 +12,8 @@ def join(chunks: list[Columns]) -> Columns:
     return {name: [value for chunk in chunks for value in chunk[name]] for name in chunks[0]}
 
 
-def rollout_metrics(columns: Columns, seconds: float) -> dict[str, float]:
-    """Metrics of a whole rollout; seconds: generation time of all its chunks."""
+def rollout_metrics(columns: Columns, seconds: float, pressures: list[Pressure]) -> dict[str, float]:
+    """Metrics of a whole rollout. seconds: generation time of all its chunks; pressures: of each."""
     lengths = [len(tokens) for tokens in columns["tokens"]]
     logprobs = [value for row in columns["logprobs"] for value in row]
     cut_off = sum(reason == "length" for reason in columns["finish_reason"])
@@ -21,4 +23,5 @@ def rollout_metrics(columns: Columns, seconds: float) -> dict[str, float]:
         # The mean surprisal of what was sampled: an unbiased estimate of the policy's entropy.
         "rollout/entropy": -sum(logprobs) / len(logprobs),
         "perf/rollout_tokens_per_sec": sum(lengths) / seconds,
+        **combine(pressures).metrics(),
     }

@@ -32,6 +32,7 @@ LOGGED_EACH_ITERATION = {
     "perf/learner_tokens_per_sec",
     "rollout/response_length_mean",
     "rollout/entropy",
+    *("kv/capacity_tokens", "kv/peak_use", "kv/preemptions", "kv/running_max", "kv/waiting_max"),
     *(f"timing/{step}_s" for step in STEPS),
 }
 
