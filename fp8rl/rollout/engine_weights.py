@@ -53,11 +53,16 @@ class EngineWeights:
                 row += rows
                 if self._is_fp8(slot):
                     scales = self._parameters[self._scale_name(slot)].data
-                    module: Any = self.model.get_submodule(slot.vllm.removesuffix(".weight"))
-                    high = module.quant_method.scale_rows(rows, slot.columns)
+                    high = self._scale_rows(slot, rows)
                     views[name + SCALE_SUFFIX] = scales[block : block + high]
                     block += high
         return views
+
+    def _scale_rows(self, slot: Slot, rows: int) -> int:
+        """Rows of descales of a projection of `rows` rows in `slot`."""
+        module: Any = self.model.get_submodule(slot.vllm.removesuffix(".weight"))
+        scale_rows: int = module.quant_method.scale_rows(rows, slot.columns)
+        return scale_rows
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -84,6 +89,10 @@ class EngineWeights:
             view.copy_(tensors[name])
         for slot in self.table:  # vLLM pads the vocabulary; the padding must not hold noise
             self._parameters[slot.vllm].data[sum(slot.rows) :].zero_()
+        self._repack()
+
+    def _repack(self) -> None:
+        """Has vLLM prepare its products from the weights that were just written."""
         for module in self.model.modules():
             method = getattr(module, "quant_method", None)
             if isinstance(method, _REPACKED):
