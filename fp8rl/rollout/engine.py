@@ -92,8 +92,10 @@ def requests_for(
 class Engine:
     """vLLM for the Hugging Face folder `model_dir`, in the precision of `recipe`'s rollout."""
 
+    environment = _ENVIRONMENT
+
     def __init__(self, model_dir: Path, recipe: Recipe, *, max_len: int) -> None:
-        os.environ.update(_ENVIRONMENT)
+        os.environ.update(self.environment)
         from fp8rl.rollout import vllm_plugin
 
         vllm_plugin.register()

@@ -15,6 +15,7 @@ from fp8rl.model.kv_scales import KvScales, KvScalesError, LayerScales
 from fp8rl.model.manifest import SCALE_SUFFIX, PublishedWeightsError
 from fp8rl.model.names import Slot, attention_layer_name, name_table
 from fp8rl.model.precision import Format
+from fp8rl.numerics.backends import backend
 from fp8rl.rollout.vllm_plugin import Fp8Linear, ReplaceableBf16Linear
 
 _REPACKED = (Fp8Linear, ReplaceableBf16Linear, UnquantizedEmbeddingMethod)
@@ -57,16 +58,37 @@ class EngineWeights:
                 row += rows
                 if self._is_fp8(slot):
                     scales = self._parameters[self._scale_name(slot)].data
-                    high = self.linear(slot).quant_method.scale_rows(rows, slot.columns)
+                    high = self._scale_rows(slot, rows)
                     views[name + SCALE_SUFFIX] = scales[block : block + high]
                     block += high
         return views
+
+    def _scale_rows(self, slot: Slot, rows: int) -> int:
+        """Rows of descales of a projection of `rows` rows in `slot`."""
+        high: int = self.linear(slot).quant_method.scale_rows(rows, slot.columns)
+        return high
+
+    def reference_product(self, slot: Slot, x: Tensor) -> Tensor:
+        """FP32 [T, N]: what the linear `slot` should make of x [T, K] with the weights it holds."""
+        layer = self.linear(slot)
+        method = layer.quant_method
+        if not isinstance(method, Fp8Linear):
+            return x.float() @ layer.weight.float().t()
+        reference = backend("reference")
+        product: Tensor = reference.forward(
+            x, reference.prepare(method.fused_weight(layer)), method.recipe.input
+        )
+        return product.float()
 
     @torch.no_grad()
     def repack(self) -> None:
         """Has what vLLM computes with made anew from the weights, which were changed in place."""
         for slot in self.table:  # vLLM pads the vocabulary; the padding must not hold noise
             self._parameters[slot.vllm].data[sum(slot.rows) :].zero_()
+        self._repack()
+
+    def _repack(self) -> None:
+        """Has vLLM prepare its products from the weights that were just written."""
         for module in self.model.modules():
             method = getattr(module, "quant_method", None)
             if isinstance(method, _REPACKED):

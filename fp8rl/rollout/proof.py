@@ -13,9 +13,7 @@ import torch
 from fp8rl.model.manifest import Manifest
 from fp8rl.model.names import Slot
 from fp8rl.model.published import tensor_digest
-from fp8rl.numerics.backends import backend
 from fp8rl.rollout.engine_weights import EngineWeights
-from fp8rl.rollout.vllm_plugin import Fp8Linear
 from fp8rl.sync.errors import ProofError
 
 # Of the largest result: the sums are in FP32 in other orders, and results are rounded to BF16 once.
@@ -69,21 +67,15 @@ def check_products(weights: EngineWeights, names: Iterable[str]) -> int:
 def _product_error(weights: EngineWeights, slot: Slot) -> float:
     """Largest difference of the linear's products from the reference, relative to the largest."""
     layer = weights.linear(slot)
-    method = layer.quant_method
     assert slot.columns is not None
     generator = torch.Generator().manual_seed(slot.columns)
-    x = torch.randn(_ROWS, slot.columns, generator=generator).bfloat16()
+    x = torch.randn(_ROWS, slot.columns, generator=generator).bfloat16().to(layer.weight.device)
     # The precision report is of real forward passes; this is none.
     effective = getattr(layer, "fp8rl_effective", None)
-    got = method.apply(layer, x).float()
+    got = layer.quant_method.apply(layer, x).float()
     if effective is None:
-        del layer.fp8rl_effective
+        vars(layer).pop("fp8rl_effective", None)
     else:
         layer.fp8rl_effective = effective
-    if isinstance(method, Fp8Linear):
-        reference = backend("reference")
-        prepared = reference.prepare(method.fused_weight(layer))
-        want = reference.forward(x, prepared, method.recipe.input).float()
-    else:
-        want = x.float() @ layer.weight.float().t()
+    want = weights.reference_product(slot, x)
     return float((got - want).abs().max() / want.abs().max())
