@@ -60,6 +60,7 @@ async def rollout(context: RunContext, iteration: int) -> tuple[dict[str, bytes]
 def _say_where_the_cache_ran_full(
     context: RunContext, iteration: int, metrics: dict[str, float]
 ) -> None:
+    """A progress note, where sequences were preempted: that is when an FP8 cache pays."""
     preemptions = int(metrics["kv/preemptions"])
     if not preemptions:
         return
@@ -68,7 +69,7 @@ def _say_where_the_cache_ran_full(
         more += "; precision.kv_cache=fp8 holds twice as many tokens"
     text = (
         f"iteration {iteration}: the KV cache of {metrics['kv/capacity_tokens']:,.0f} tokens ran full: "
-        f"{preemptions} sequences were thrown out and computed again. What helps: {more}"
+        f"{preemptions} times a sequence was thrown out, to be computed again. What helps: {more}"
     )
     progress.emit(progress.Event("note", text))
 

@@ -22,6 +22,7 @@ from fp8rl.model.kv_scales import KvScales, LayerScales
 from fp8rl.recipe.load import with_overrides
 from fp8rl.recipe.schema import Recipe
 from fp8rl.retention import KEPT_VERSIONS
+from fp8rl.rollout.pressure import Pressure
 from fp8rl.runs import Run, State
 from fp8rl.tables import to_parquet
 from tasks.inputs import file_digest, masters_digest, prompts_digest, weights_inputs
@@ -95,7 +96,8 @@ class Folder:
         columns = {"tokens": rows, "logprobs": [[-0.5] * len(row) for row in rows]}
         inputs = self._sampling(n - 1, "train")
         name = f"rollout.{number:04d}"
-        self._commit(name, n, {f"{name}.parquet": to_parquet(columns)}, inputs=inputs)
+        output = {"pressure": Pressure(2048, steps=3).to_dict()}
+        self._commit(name, n, {f"{name}.parquet": to_parquet(columns)}, inputs=inputs, output=output)
 
     def rollout(self, n: int) -> None:
         table = to_parquet({"prompt_id": [0, 1], "seed": [self.seed, n]})
