@@ -4,7 +4,7 @@ from typing import Any
 
 from fp8rl.context import RunContext
 from fp8rl.model.kv_scales import KvScales
-from fp8rl.recipe.schema import Linear
+from fp8rl.recipe.schema import KvCalibration, Linear
 from tasks.ensure import ensure_engine, ensure_learner
 from tasks.inputs import file_digest, masters_digest, prompts_digest
 from tasks.ray_runtime import wait
@@ -27,15 +27,28 @@ async def recalibrate_kv(
     """Writes kv_scales.json; with a BF16 KV cache there is nothing to calibrate, and it says so."""
     if context.recipe.precision.kv_cache is not Linear.FP8:
         return {}, {"output": {"needed": False}}
-    learner = await ensure_learner(context, iteration)
-    content: str = await wait(learner.calibrate_kv.remote(context, iteration))
-    engine = await ensure_engine(context, iteration, scales=False)
+    content: str
+    if context.recipe.precision.kv_calibration is KvCalibration.ENGINE:
+        engine = await ensure_engine(context, iteration, scales=False)
+        content = await wait(engine.calibrate_kv.remote(iteration))
+    else:
+        learner = await ensure_learner(context, iteration)
+        content = await wait(learner.calibrate_kv.remote(context, iteration))
+        engine = await ensure_engine(context, iteration, scales=False)
     used = await wait(engine.apply_kv_scales.remote(content))
     scales = KvScales.from_json(content)
     return {"kv_scales.json": content.encode()}, {
-        "output": {"needed": True, "weight_version": scales.version, "used": used},
+        "output": {
+            "needed": True,
+            "weight_version": scales.version,
+            "side": scales.side,
+            "statistic": scales.statistic,
+            "source": scales.source,
+            "used": used,
+        },
         "metrics": {
             "kv/tokens": float(scales.tokens),
+            "kv/tokens_available": float(scales.tokens_available or scales.tokens),
             "kv/k_scale_max": max(layer.k for layer in scales.layers),
             "kv/v_scale_max": max(layer.v for layer in scales.layers),
         },

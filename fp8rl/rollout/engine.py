@@ -17,11 +17,12 @@ from fp8rl import faults
 from fp8rl.data.seeds import seed_of
 from fp8rl.device import resolve
 from fp8rl.model.dims import read_dims
+from fp8rl.model.kv_observer import KvObserver
 from fp8rl.model.kv_scales import KvScales, LayerScales
 from fp8rl.model.names import name_table
 from fp8rl.model.precision import Decision, effective_rows, make_plan
 from fp8rl.model.published import read_published
-from fp8rl.recipe.rules import plan_rules
+from fp8rl.recipe.rules import kv_percentile, plan_rules
 from fp8rl.recipe.schema import Linear, Recipe
 
 # vLLM reads these when it is imported. One process, so that weights can be reached in place. No
@@ -103,6 +104,7 @@ class Engine:
         self.weights = self.inside(self._weights_view)
         self.version: int | None = None
         self.kv_version: int | None = None
+        self._kv_counter = self.inside(self._count_kv_writes) if self.fp8_kv else None
 
     def _start(self, model_dir: Path, max_len: int) -> Any:
         from vllm import LLM
@@ -142,6 +144,21 @@ class Engine:
 
         return EngineWeights(model, self.dims)
 
+    def _count_kv_writes(self, _model: Any) -> Any:
+        from fp8rl.rollout.kv_counts import KvCounter
+
+        return KvCounter(self.weights.attention())
+
+    def take_kv_counts(self) -> dict[str, list[int]]:
+        """What was written to the KV cache since the last call, by layer (`KvCounter.take`).
+
+        Raises EngineStateError for a BF16 cache, which holds every element.
+        """
+        if self._kv_counter is None:
+            raise EngineStateError("the KV cache of this engine is BF16: nothing is counted")
+        counts: dict[str, list[int]] = self._kv_counter.take()
+        return counts
+
     def load_weights(self, folder: Path, version: int) -> str:
         """Loads weight `version` from its published folder; returns the manifest's digest.
 
@@ -169,6 +186,43 @@ class Engine:
         self._drop_prefix_cache()
         self.kv_version = scales.version
         return used
+
+    def calibrate_kv(
+        self,
+        sequences: list[list[int]],
+        *,
+        version: int,
+        source: str,
+        tokens_available: int | None = None,
+    ) -> KvScales:
+        """KV scales of weight `version`, from q, k and v inside vLLM over `sequences` (tokens of prompt
+        and response). They are not applied: the engine refuses to generate until some are.
+
+        The last token of each sequence is left out: a rollout never computes its K and V. source,
+        tokens_available: which tokens those are, of how many (None: all); kept with the scales.
+        Raises EngineStateError for a BF16 cache and for other weights; KvScalesError as
+        `KvObserver.scales`, and where a sequence does not fit into one forward pass.
+        """
+        from fp8rl.rollout.kv_observation import observe
+
+        if not self.fp8_kv:
+            raise EngineStateError("the KV cache of this engine is BF16: it takes no scales")
+        if self.version != version:
+            raise EngineStateError(f"the engine holds weights {self.version}, not version {version}")
+        self.kv_version = None
+        precision = self.recipe.precision
+        observer = KvObserver(self.dims.layers, kv_percentile(precision))
+        try:
+            observe(self.llm, self.weights.attention(), [s[:-1] for s in sequences], observer)
+        finally:
+            self._drop_prefix_cache()  # its blocks were never written
+        return observer.scales(
+            margin=precision.kv_margin,
+            version=version,
+            source=source,
+            side="engine",
+            tokens_available=observer.tokens if tokens_available is None else tokens_available,
+        )
 
     def require_version(self, expected: int) -> None:
         """Raises EngineStateError unless weights and KV scales are those of version `expected`."""
