@@ -104,7 +104,7 @@ class Engine:
         self.weights = self.inside(self._weights_view)
         self.version: int | None = None
         self.kv_version: int | None = None
-        self._kv_counter = self.inside(self._count_kv_writes) if self.fp8_kv else None
+        self._kv_writes = self.inside(self._hook_kv_writes) if self.fp8_kv else None
 
     def _start(self, model_dir: Path, max_len: int) -> Any:
         from vllm import LLM
@@ -144,19 +144,19 @@ class Engine:
 
         return EngineWeights(model, self.dims)
 
-    def _count_kv_writes(self, _model: Any) -> Any:
-        from fp8rl.rollout.kv_counts import KvCounter
+    def _hook_kv_writes(self, _model: Any) -> Any:
+        from fp8rl.rollout.kv_writes import KvWrites
 
-        return KvCounter(self.weights.attention())
+        return KvWrites(self.weights.attention())
 
     def take_kv_counts(self) -> dict[str, list[int]]:
-        """What was written to the KV cache since the last call, by layer (`KvCounter.take`).
+        """What was written to the KV cache since the last call, by layer (`KvWrites.take`).
 
         Raises EngineStateError for a BF16 cache, which holds every element.
         """
-        if self._kv_counter is None:
+        if self._kv_writes is None:
             raise EngineStateError("the KV cache of this engine is BF16: nothing is counted")
-        counts: dict[str, list[int]] = self._kv_counter.take()
+        counts: dict[str, list[int]] = self._kv_writes.take()
         return counts
 
     def load_weights(self, folder: Path, version: int) -> str:
@@ -212,6 +212,7 @@ class Engine:
         self.kv_version = None
         precision = self.recipe.precision
         observer = KvObserver(self.dims.layers, kv_percentile(precision))
+        self._drop_prefix_cache()
         try:
             observe(self.llm, self.weights.attention(), [s[:-1] for s in sequences], observer)
         finally:

@@ -1,6 +1,6 @@
 """Saturation and underflow of the KV cache as shares, from the counts of a rollout's chunks.
 
-Imports without torch: the counts are made by kv_counts.py, in the engine.
+Imports without torch: the counts are made by kv_writes.py, in the engine.
 """
 
 Counts = dict[str, list[int]]
