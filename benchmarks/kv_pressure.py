@@ -109,7 +109,8 @@ def take_turns(arm: str, kv_mib: int, answer: int, folder: Path) -> None:
     from fp8rl.data.prepare import iteration_prompts
     from fp8rl.model.kv_scales import KvScales
     from fp8rl.model.source import model_folder
-    from fp8rl.rollout.engine import Engine, requests_for
+    from fp8rl.rollout.engine import Engine
+    from fp8rl.rollout.requests import requests_for
 
     recipe = recipe_of(arm, kv_mib, answer)
     model_dir = model_folder(recipe)

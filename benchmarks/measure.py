@@ -26,7 +26,8 @@ from fp8rl.model.source import model_folder
 from fp8rl.model.tiny import write_tiny_model
 from fp8rl.recipe.load import load_recipe
 from fp8rl.recipe.schema import Recipe
-from fp8rl.rollout.engine import Completion, Engine, requests_for
+from fp8rl.rollout.engine import Engine
+from fp8rl.rollout.requests import Completion, requests_for
 
 REPEATS = 5
 

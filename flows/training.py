@@ -29,6 +29,7 @@ from fp8rl import progress
 from fp8rl.context import RunContext
 from fp8rl.device import resolve
 from fp8rl.journal import ITERATION
+from fp8rl.kv_history import kv_history, plot_kv_history
 from fp8rl.lock import require_held
 from fp8rl.model.precision import both_sides, count_formats
 from fp8rl.recipe.rules import warnings
@@ -163,6 +164,7 @@ async def _train(
         await _iterate(context, number, is_retry=opened.is_retry)
         said = said or await _say_precision(context, learner, tracker)
         tracker.flush()
+        _show_kv(context, tracker, number)
         _emit(context, number)
         await finish_checkpoint(context, block=False)
         await aupdate_progress_artifact(bar, progress=100.0 * number / recipe.iterations)
@@ -243,6 +245,15 @@ async def _say_precision(context: RunContext, learner: list[dict[str, str]], tra
     get_run_logger().info(text)
     progress.emit(progress.Event("note", text))
     return True
+
+
+def _show_kv(context: RunContext, tracker: Tracker, number: int) -> None:
+    """Has MLflow show the KV scales so far, where iteration `number` was evaluated."""
+    if "val/accuracy" in context.journal.record(number, ITERATION).metrics:
+        columns = kv_history(context.journal)
+        if columns["version"]:  # else a BF16 cache
+            tracker.put_table("kv_history.json", columns)
+            tracker.put_bytes("kv_history.png", plot_kv_history(columns))
 
 
 async def _say_times(context: RunContext, opened: Opened, times: StartTimes) -> None:

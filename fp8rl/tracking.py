@@ -102,11 +102,15 @@ class Tracker:
         self.put_text(name, json.dumps({"columns": list(columns), "data": rows}))
 
     def put_text(self, name: str, text: str) -> None:
-        """Keeps `text` as the artifact `name`, replacing an older one.
+        """Keeps `text` as the artifact `name`, replacing an older one. Raises as `put_bytes`."""
+        self.put_bytes(name, text.encode())
+
+    def put_bytes(self, name: str, content: bytes) -> None:
+        """Keeps a file's `content` as the artifact `name`, replacing an older one.
 
         Raises ValueError for a name that is not a plain relative path, else as `flush`.
         """
-        self._queue.write(name, text)
+        self._queue.write(name, content)
         if not self._away:  # else the next flush tries, once for all of them
             self.flush()
 

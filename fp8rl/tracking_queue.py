@@ -74,16 +74,17 @@ class Queue:
     def path(self, name: str) -> Path:
         return self._folder / "artifacts" / name
 
-    def write(self, name: str, text: str) -> None:
-        """Keeps an artifact, replacing an older one.
+    def write(self, name: str, content: str | bytes) -> None:
+        """Keeps an artifact, text or a file's bytes, replacing an older one.
 
         Raises ValueError for a name that is not a plain relative path, and DiskFullError.
         """
         if "\\" in name or any(not part or part.startswith(".") for part in name.split("/")):
             raise ValueError(f"artifact name {name!r} is not a plain relative path")
         digests = self._artifacts()
-        write_atomic(self.path(name), text.encode())
-        digests[name] = sha256(text.encode())
+        content = content.encode() if isinstance(content, str) else content
+        write_atomic(self.path(name), content)
+        digests[name] = sha256(content)
 
     def _artifacts(self) -> dict[str, str]:
         """Digest by name of all that is in the folder."""

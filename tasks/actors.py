@@ -143,26 +143,19 @@ class LearnerActor:
         return self.learner.score(sequences, version=version)
 
     def calibrate_kv(self, context: RunContext, iteration: int) -> str:
-        """KV scales (JSON) of weight version `iteration`.
-
-        Over that iteration's rollouts; before the run's first, over its first prompts and their
-        reference answers.
-        """
+        """KV scales (JSON) of weight version `iteration`, over its `calibration_set`."""
         from fp8rl import faults
-        from fp8rl.data.prepare import iteration_prompts
+        from fp8rl.data.calibration import calibration_set
         from fp8rl.learner.batch import make_batch
-        from fp8rl.tables import from_parquet
 
         faults.point(f"learner:calibrate:{iteration}:middle")
-        if iteration == context.origin:
-            columns = iteration_prompts(context.data_dir, context.recipe, iteration + 1)
-            source, responses = "prompts and reference answers", columns["answer_tokens"]
-        else:
-            content = context.journal.read_file(iteration, "rollout", "rollouts.parquet")
-            columns = from_parquet(content)
-            source, responses = f"rollouts of iteration {iteration}", columns["tokens"]
-        batch = make_batch(columns["prompt_tokens"], responses)
-        return self.learner.calibrate_kv(batch, version=iteration, source=source).to_json()
+        chosen = calibration_set(context, iteration)
+        return self.learner.calibrate_kv(
+            make_batch(chosen.prompts, chosen.responses),
+            version=iteration,
+            source=chosen.source,
+            tokens_available=chosen.all_tokens,
+        ).to_json()
 
     def start_checkpoint(
         self, folder: Path, version: int, state: dict[str, Any], asynchronous: bool
@@ -270,18 +263,35 @@ class EngineActor:
 
         return [asdict(layer) for layer in self.engine.apply_kv_scales(KvScales.from_json(scales))]
 
+    def calibrate_kv(self, iteration: int) -> str:
+        """KV scales (JSON) of weight version `iteration`, over its `calibration_set`."""
+        from fp8rl import faults
+        from fp8rl.data.calibration import calibration_set
+
+        faults.point(f"engine:calibrate:{iteration}:middle")
+        chosen = calibration_set(self.context, iteration)
+        return self.engine.calibrate_kv(
+            [p + r for p, r in zip(chosen.prompts, chosen.responses, strict=True)],
+            version=iteration,
+            source=chosen.source,
+            # Of each sequence the last token is left out, here too.
+            tokens_available=chosen.all_tokens - chosen.all_sequences,
+        ).to_json()
+
     def precision_report(self) -> dict[str, Any]:
         """What the engine really runs; empty before its first forward."""
         return self.engine.precision_report() if self._has_run else {}
 
     def rollout(self, iteration: int, version: int, chunk: int) -> tuple[bytes, float, dict[str, Any]]:
-        """One chunk of the samples of the iteration's prompts: (Parquet, seconds of generation, the KV
-        cache's `Pressure` as a dict)."""
+        """One chunk of the iteration's samples: (Parquet, seconds of generation, counts).
+
+        counts: "pressure" on the KV cache, and with an FP8 one "kv" (see `Engine.take_kv_counts`).
+        """
         import time
 
         from fp8rl import faults
         from fp8rl.data.prepare import iteration_prompts
-        from fp8rl.rollout.engine import requests_for
+        from fp8rl.rollout.requests import requests_for
         from fp8rl.tables import to_parquet
 
         recipe = self.context.recipe
@@ -293,10 +303,14 @@ class EngineActor:
         requests = requests_for(
             prompts["prompt_tokens"], prompts["id"], samples, run_seed=recipe.seed, iteration=iteration
         )[part]
+        if self.engine.fp8_kv:
+            self.engine.take_kv_counts()  # of an evaluation, or of a chunk that failed
         started = time.perf_counter()
         done = self.engine.generate(requests, version=version)
         seconds = time.perf_counter() - started
-        pressure = self.engine.pressure.to_dict()
+        counted = {"pressure": self.engine.pressure.to_dict()}
+        if self.engine.fp8_kv:
+            counted["kv"] = self.engine.take_kv_counts()
         self._has_run = True
         faults.point(f"engine:rollout:{iteration}:{chunk}:generated")
         self.engine.precision_report()  # raises where a linear did not run the planned format
@@ -312,13 +326,13 @@ class EngineActor:
             "text": [self._text(completion.tokens) for completion in done],
             "entry": [prompts["entry"][prompt] for prompt, _ in rows],
         }
-        return to_parquet(table), seconds, pressure
+        return to_parquet(table), seconds, counted
 
     def evaluate(self, version: int) -> dict[str, list[Any]]:
         """Greedy and sampled answers to the validation prompts, as columns."""
         from fp8rl import faults
         from fp8rl.data.prepare import read_prompts
-        from fp8rl.rollout.engine import requests_for
+        from fp8rl.rollout.requests import requests_for
 
         val = read_prompts(self.context.data_dir, "val")
         recipe = self.context.recipe

@@ -46,11 +46,15 @@ def _state(context: RunContext, version: int) -> dict[str, Any]:
     }
 
 
-_KV_METRICS = ("kv/k_scale_max", "kv/v_scale_max", "kv/tokens")
+_KV_METRICS = (
+    *("kv/k_scale_max", "kv/v_scale_max", "kv/tokens"),
+    *("kv/saturated_share", "kv/underflow_share"),
+)
 
 
 def _kv_history(context: RunContext, version: int) -> dict[str, dict[str, float]]:
-    """The greatest scales of each version so far; those of every layer stay in the journal."""
+    """The greatest scales of each version so far, and what the rollout before it could not hold; those
+    of every layer stay in the journal."""
     history = {}
     for record in context.journal.iterations():
         found = {name: record.metrics[name] for name in _KV_METRICS if name in record.metrics}

@@ -4,7 +4,7 @@ from typing import Any
 
 from fp8rl.context import RunContext
 from fp8rl.model.kv_scales import KvScales
-from fp8rl.recipe.schema import Linear
+from fp8rl.recipe.schema import KvCalibration, Linear
 from tasks.ensure import ensure_engine, ensure_learner
 from tasks.inputs import file_digest, masters_digest, prompts_digest
 from tasks.ray_runtime import wait
@@ -30,20 +30,32 @@ async def recalibrate_kv(
     Either way the engine is whole now, and its log-probs are compared with the learner's.
     """
     learner = await ensure_learner(context, iteration)
+    engine = await ensure_engine(context, iteration, scales=False)
     if context.recipe.precision.kv_cache is not Linear.FP8:
-        engine = await ensure_engine(context, iteration, scales=False)
         probed, metrics = await probe_engine(context, learner, engine, iteration)
         return {}, {"output": {"needed": False, **probed}, "metrics": metrics}
-    content: str = await wait(learner.calibrate_kv.remote(context, iteration))
-    engine = await ensure_engine(context, iteration, scales=False)
+    content: str
+    if context.recipe.precision.kv_calibration is KvCalibration.ENGINE:
+        content = await wait(engine.calibrate_kv.remote(iteration))
+    else:
+        content = await wait(learner.calibrate_kv.remote(context, iteration))
     used = await wait(engine.apply_kv_scales.remote(content))
     probed, metrics = await probe_engine(context, learner, engine, iteration)
     scales = KvScales.from_json(content)
     return {"kv_scales.json": content.encode()}, {
-        "output": {"needed": True, "weight_version": scales.version, "used": used, **probed},
+        "output": {
+            "needed": True,
+            "weight_version": scales.version,
+            "side": scales.side,
+            "statistic": scales.statistic,
+            "source": scales.source,
+            "used": used,
+            **probed,
+        },
         "metrics": {
             **metrics,
             "kv/tokens": float(scales.tokens),
+            "kv/tokens_available": float(scales.tokens_available or scales.tokens),
             "kv/k_scale_max": max(layer.k for layer in scales.layers),
             "kv/v_scale_max": max(layer.v for layer in scales.layers),
         },

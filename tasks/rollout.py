@@ -10,6 +10,7 @@ from fp8rl import faults, progress
 from fp8rl.context import RunContext
 from fp8rl.journal import JournalError, StepRecord
 from fp8rl.recipe.schema import Linear
+from fp8rl.rollout.kv_shares import kv_metrics, total
 from fp8rl.rollout.pressure import Pressure
 from fp8rl.rollout.samples import join, rollout_metrics
 from fp8rl.tables import from_parquet, to_parquet
@@ -38,9 +39,8 @@ async def rollout(context: RunContext, iteration: int) -> tuple[dict[str, bytes]
         record = _committed(context, iteration, chunk, inputs)
         if record is None:
             engine = await ensure_engine(context, version)
-            table, seconds, pressure = await wait(engine.rollout.remote(iteration, version, number))
-            output = {"pressure": pressure}
-            record = StepRecord(chunk, iteration, seconds, inputs=inputs, output=output)
+            table, seconds, counted = await wait(engine.rollout.remote(iteration, version, number))
+            record = StepRecord(chunk, iteration, seconds, inputs=inputs, output=counted)
             record = journal.commit(record, {f"{chunk}.parquet": table})
         records.append(record)
     tables = [from_parquet(journal.read_file(iteration, c, f"{c}.parquet")) for c in chunks]
@@ -49,12 +49,16 @@ async def rollout(context: RunContext, iteration: int) -> tuple[dict[str, bytes]
     pressures = [Pressure.from_dict(record.output["pressure"]) for record in records]
     metrics = rollout_metrics(columns, seconds, pressures)
     _say_where_the_cache_ran_full(context, iteration, metrics)
+    output: dict[str, Any] = {
+        "generated_tokens": sum(map(len, columns["tokens"])),
+        "chunks": len(chunks),
+    }
+    if context.recipe.precision.kv_cache is Linear.FP8:
+        output["kv"] = total([record.output["kv"] for record in records])
+        metrics |= kv_metrics(output["kv"])
     content = to_parquet(columns)
     faults.point(f"rollout:{iteration}:joined")
-    return {"rollouts.parquet": content}, {
-        "metrics": metrics,
-        "output": {"generated_tokens": sum(map(len, columns["tokens"])), "chunks": len(chunks)},
-    }
+    return {"rollouts.parquet": content}, {"metrics": metrics, "output": output}
 
 
 def _say_where_the_cache_ran_full(

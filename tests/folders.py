@@ -102,7 +102,9 @@ class Folder:
     def rollout(self, n: int) -> None:
         table = to_parquet({"prompt_id": [0, 1], "seed": [self.seed, n]})
         inputs = self._sampling(n - 1, "train")
-        self._commit("rollout", n, {"rollouts.parquet": table}, inputs=inputs)
+        names = ("elements", "k_saturated", "v_saturated", "k_underflow", "v_underflow")
+        kv = {name: [100 // (place + 1)] for place, name in enumerate(names)}
+        self._commit("rollout", n, {"rollouts.parquet": table}, inputs=inputs, output={"kv": kv})
 
     def forget_chunks(self, n: int) -> None:
         for number in range(CHUNKS):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from fp8rl import faults
@@ -27,17 +28,17 @@ from fp8rl.learner.checkpoint import (
     weights_digest,
 )
 from fp8rl.learner.correction import importance_weights
-from fp8rl.learner.kv_calibration import AmaxObserver
 from fp8rl.learner.logprobs import token_logprobs
 from fp8rl.learner.loss import clipped_policy_loss
 from fp8rl.mismatch import mismatch_panel
 from fp8rl.model.dims import read_dims
+from fp8rl.model.kv_observer import KvObserver
 from fp8rl.model.kv_scales import KvScales
 from fp8rl.model.manifest import SCALE_FORMAT, SCALE_SUFFIX, Manifest, Spec
 from fp8rl.model.megatron import PolicyModel, read_hf_weights
 from fp8rl.model.precision import assert_effective, effective_rows, make_plan
 from fp8rl.model.published import write_published
-from fp8rl.recipe.rules import learner_fp8, plan_rules, rollout_fp8
+from fp8rl.recipe.rules import kv_percentile, learner_fp8, plan_rules, rollout_fp8
 from fp8rl.recipe.schema import Linear, Recipe
 
 
@@ -328,10 +329,17 @@ class Learner:
         return weights_digest(self.model.export())
 
     @torch.no_grad()
-    def calibrate_kv(self, batch: Batch, *, version: int, source: str) -> KvScales:
-        """KV scales of weight `version` over the prompt and response tokens of `batch`."""
+    def calibrate_kv(
+        self, batch: Batch, *, version: int, source: str, tokens_available: int | None = None
+    ) -> KvScales:
+        """KV scales of weight `version` over the prompt and response tokens of `batch`.
+
+        source, tokens_available: which tokens those are, of how many (None: all); kept with the scales.
+        Raises KvScalesError as `KvObserver.scales`.
+        """
         self.require_version(version)
-        observer = AmaxObserver()
+        precision = self.recipe.precision
+        observer = KvObserver(self.dims.layers, kv_percentile(precision))
         self.model.set_observer(observer)
         try:
             for part in self._micro_batches(batch, self.recipe.learner.micro_batch):
@@ -339,9 +347,11 @@ class Learner:
                 self.model(part.tokens)
         finally:
             self.model.set_observer(None)
+        observer.merge(data_parallel=parallel_state.get_data_parallel_group())
         return observer.scales(
-            layers=self.dims.layers,
-            margin=self.recipe.precision.kv_margin,
+            margin=precision.kv_margin,
             version=version,
             source=source,
+            side="learner",
+            tokens_available=observer.tokens if tokens_available is None else tokens_available,
         )

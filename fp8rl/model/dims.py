@@ -13,6 +13,12 @@ _REQUIRED = (
     "num_attention_heads",
     "vocab_size",
 )
+# How configs of recurrent and hybrid models begin the names of what Llama does not have.
+_RECURRENT = ("mamba", "ssm", "linear_", "hybrid", "rwkv", "recurrent", "conv_kernel", "attn_layer_")
+_NOT_ATTENTION = (
+    "only full attention in every layer is supported; recurrent and linear-attention layers have no K "
+    "and V that an FP8 cache could be calibrated on, and windowed ones are not built"
+)
 
 
 class UnsupportedModelError(ValueError):
@@ -35,6 +41,8 @@ class ModelDims:
     rope_theta: float
     norm_eps: float
     init_std: float
+    qk_norm: bool = False
+    """Whether queries and keys are normalised, each head by itself, before attention."""
 
     @property
     def q_rows(self) -> int:
@@ -54,8 +62,17 @@ def dims_from_hf(config: dict[str, Any], *, source: str = "config.json") -> Mode
     def refuse(field: str, why: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{source}: {field}={config.get(field)!r}: {why}")
 
+    for field in config:
+        if config[field] and field.startswith(_RECURRENT):
+            raise refuse(field, _NOT_ATTENTION)
+    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        raise refuse("layer_types", f"{_NOT_ATTENTION} ({', '.join(sorted(kinds))})")
     if config.get("model_type") not in SUPPORTED_MODEL_TYPES:
         raise refuse("model_type", f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
+    for field in ("use_qk_norm", "qk_norm"):
+        if config.get(field):
+            raise refuse(field, "QK-norm is not supported yet")
     for field in ("attention_bias", "mlp_bias"):
         if config.get(field):
             raise refuse(field, "biases are not supported yet")

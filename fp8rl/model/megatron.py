@@ -37,7 +37,8 @@ class WeightsError(ValueError):
     """Weights that do not fit the model: the text names the tensors."""
 
 
-def _layer_spec() -> ModuleSpec:
+def layer_spec() -> ModuleSpec:
+    """Megatron-core's spec of one transformer block."""
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -109,7 +110,7 @@ class PolicyModel(nn.Module):
         self.compute_dtype = compute_dtype
         self.gpt = GPTModel(
             transformer_config(dims, params_dtype=torch.float32, **CPU_CONFIG),
-            _layer_spec(),
+            layer_spec(),
             vocab_size=dims.vocab,
             max_sequence_length=dims.max_positions,
             share_embeddings_and_output_weights=dims.tied_embeddings,

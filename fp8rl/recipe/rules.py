@@ -12,6 +12,7 @@ from fp8rl.recipe.schema import (
     Device,
     ElementFormat,
     Fp8Backend,
+    KvStatistic,
     Linear,
     Precision,
     Recipe,
@@ -71,6 +72,11 @@ def rollout_fp8(precision: Precision) -> Fp8Recipe:
     return fp8_recipe_of(precision, precision.rollout_scales)
 
 
+def kv_percentile(precision: Precision) -> float | None:
+    """The percentile that KV scales are made of; None: the amax."""
+    return precision.kv_percentile if precision.kv_statistic is KvStatistic.PERCENTILE else None
+
+
 _ONLY_FP8 = ("scaling", "rollout_scales", "learner_scales", "backend")
 
 
@@ -102,12 +108,25 @@ def warnings(recipe: Recipe) -> list[str]:
             for key in ("rollout_scales", "learner_scales")
             if getattr(precision, key) != Scales()
         ]
+    found += _kv_keys_without_effect(precision)
     if precision.rollout is Linear.FP8 and precision.scaling is Scaling.TENSOR:
         found.append(
             "precision.scaling=tensor: one activation scale for all tokens of a forward pass, so a "
             "sample's log-probs depend on what it was batched with, on both sides"
         )
     return found
+
+
+_ONLY_FP8_KV = ("kv_margin", "kv_calibration", "kv_statistic", "kv_percentile", "kv_tokens")
+
+
+def _kv_keys_without_effect(precision: Precision) -> list[str]:
+    changed = [key for key in _ONLY_FP8_KV if getattr(precision, key) != getattr(Precision(), key)]
+    if precision.kv_cache is not Linear.FP8:
+        return [f"precision.{key} has no effect: the KV cache is in BF16" for key in changed]
+    if "kv_percentile" in changed and precision.kv_statistic is not KvStatistic.PERCENTILE:
+        return ["precision.kv_percentile has no effect: set precision.kv_statistic=percentile"]
+    return []
 
 
 def check(recipe: Recipe, dims: ModelDims) -> list[Violation]:
@@ -205,6 +224,15 @@ def _precision(recipe: Recipe, dims: ModelDims) -> Iterator[Violation]:
             ("precision.learner", "precision.rollout"),
             "an FP8 learner publishes FP8 weights, which a BF16 rollout would not run. Set "
             "precision.rollout=fp8 or precision.learner=bf16",
+        )
+    fp8_kv = precision.kv_cache is Linear.FP8
+    if fp8_kv and not dims.qk_norm and not precision.allow_fp8_kv_without_qk_norm:
+        yield Violation(
+            ("precision.kv_cache", "precision.allow_fp8_kv_without_qk_norm"),
+            "the model does not normalise queries and keys (QK-norm), so single keys can be far larger "
+            "than the rest, too far for one scale; Qwen2.5-Math-7B's accuracy fell to nothing. Set "
+            "precision.kv_cache=bf16, or say precision.allow_fp8_kv_without_qk_norm=true and watch "
+            "mismatch/token_mult_prob_error and kv/saturated_share",
         )
     if precision.first_layers_bf16 + precision.last_layers_bf16 > dims.layers:
         yield Violation(

@@ -65,6 +65,16 @@ class Fp8Backend(StrEnum):
     TRANSFORMER_ENGINE = "transformer_engine"
 
 
+class KvStatistic(StrEnum):
+    AMAX = "amax"
+    PERCENTILE = "percentile"
+
+
+class KvCalibration(StrEnum):
+    LEARNER = "learner"
+    ENGINE = "engine"
+
+
 class CorrectionMode(StrEnum):
     OFF = "off"
     TOKEN = "token"  # w = exp(p - g) of each token
@@ -146,7 +156,19 @@ class Precision(Section):
     kv_cache: Linear = Linear.BF16
     """KV cache of the rollout engine. fp8: E4M3, one descale per layer, recalibrated each step."""
     kv_margin: Annotated[float, Field(ge=1, le=2)] = 1.05
-    """KV descale = amax * margin / 448."""
+    """KV descale = amax * margin / 448, or the percentile instead of the amax."""
+    kv_calibration: KvCalibration = KvCalibration.LEARNER
+    """Where q, k and v are looked at for the KV scales. engine: in vLLM itself, in its own precision,
+    by a pass that computes attention in BF16."""
+    kv_statistic: KvStatistic = KvStatistic.AMAX
+    """What of their magnitudes: the greatest, or a percentile of all elements (more saturate)."""
+    kv_percentile: Annotated[float, Field(gt=50, le=100)] = 99.99
+    """With kv_statistic=percentile."""
+    kv_tokens: PositiveInt | None = None
+    """Tokens to look at for one calibration, in whole sequences, at least one of each prompt.
+    Empty: all of the iteration."""
+    allow_fp8_kv_without_qk_norm: bool = False
+    """Say yes to an FP8 KV cache of a model that does not normalise queries and keys."""
     scaling: Scaling = Scaling.BLOCK
     """Which elements of an FP8 linear share a scale, on both sides. block: 128x128 weights, 1x128
     activations. tensor, channel (one a row), mxfp8 (1x32, UE8M0)."""

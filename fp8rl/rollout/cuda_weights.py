@@ -41,7 +41,7 @@ class CudaWeights(EngineWeights):
         for slot in self.table:
             if slot.is_linear:
                 self._format(slot)
-        for number, layer in enumerate(self._attention()):
+        for number, layer in enumerate(self.attention()):
             _require_readable_scales(number, layer)
         self._storage = self._addresses()
 
@@ -104,7 +104,7 @@ class CudaWeights(EngineWeights):
 
     def kv_cache_types(self) -> dict[str, str]:
         """As EngineWeights, and "query": "fp8" where vLLM quantises queries too, by the q scale."""
-        quantised = {layer.query_quant is not None for layer in self._attention()}
+        quantised = {layer.query_quant is not None for layer in self.attention()}
         if len(quantised) != 1:
             raise RuntimeError("layers differ in whether they quantise queries")
         return super().kv_cache_types() | {"query": "fp8" if quantised.pop() else "bf16"}

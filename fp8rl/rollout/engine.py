@@ -9,23 +9,23 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from fp8rl import faults
-from fp8rl.data.seeds import seed_of
 from fp8rl.device import resolve
 from fp8rl.model.dims import read_dims
+from fp8rl.model.kv_observer import KvObserver
 from fp8rl.model.kv_scales import KvScales, LayerScales
 from fp8rl.model.manifest import Manifest
 from fp8rl.model.names import name_table
 from fp8rl.model.precision import Decision, effective_rows, make_plan
-from fp8rl.recipe.rules import plan_rules
+from fp8rl.recipe.rules import kv_percentile, plan_rules
 from fp8rl.recipe.schema import Linear, Recipe
 from fp8rl.rollout.pressure import Pressure, PressureGauge
+from fp8rl.rollout.requests import Completion, Request
 from fp8rl.sync.errors import SyncError
 from fp8rl.sync.receiver import Receiver
 from fp8rl.sync.sender import Sender
@@ -59,36 +59,6 @@ class EngineStateError(RuntimeError):
     """The engine does not hold what its caller expects, or is not whole."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """One sequence to generate. seed is ignored where temperature is 0 (greedy)."""
-
-    prompt: list[int]
-    seed: int
-
-
-@dataclass(frozen=True)
-class Completion:
-    """tokens: without the prompt, the end token included where it came. logprobs: of each sampled
-    token, in nats, after temperature; empty for greedy answers. finish: "stop" or "length".
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    finish: str
-
-
-def requests_for(
-    prompts: list[list[int]], ids: list[int], samples: int, *, run_seed: int, iteration: int
-) -> list[Request]:
-    """`samples` requests of each prompt, in order; seeds from (run seed, iteration, prompt, sample)."""
-    return [
-        Request(prompt, seed_of(run_seed, iteration, prompt_id, sample))
-        for prompt, prompt_id in zip(prompts, ids, strict=True)
-        for sample in range(samples)
-    ]
-
-
 class Engine:
     """vLLM for the Hugging Face folder `model_dir`, in the precision of `recipe`'s rollout."""
 
@@ -114,6 +84,7 @@ class Engine:
         self.kv_version: int | None = None
         self._receiver: Receiver | None = None
         self._manifest = Manifest(-1, {})
+        self._kv_writes = self.inside(self._hook_kv_writes) if self.fp8_kv else None
 
     def _start(self, model_dir: Path, max_len: int) -> Any:
         from vllm import LLM
@@ -152,6 +123,21 @@ class Engine:
         from fp8rl.rollout.engine_weights import EngineWeights
 
         return EngineWeights(model, self.dims)
+
+    def _hook_kv_writes(self, _model: Any) -> Any:
+        from fp8rl.rollout.kv_writes import KvWrites
+
+        return KvWrites(self.weights.attention())
+
+    def take_kv_counts(self) -> dict[str, list[int]]:
+        """What was written to the KV cache since the last call, by layer (`KvWrites.take`).
+
+        Raises EngineStateError for a BF16 cache, which holds every element.
+        """
+        if self._kv_writes is None:
+            raise EngineStateError("the KV cache of this engine is BF16: nothing is counted")
+        counts: dict[str, list[int]] = self._kv_writes.take()
+        return counts
 
     def begin_sync(self, manifest: Manifest, bucket_bytes: int) -> None:
         """Makes ready for the buckets of a weight version: from here on nothing is generated.
@@ -232,6 +218,44 @@ class Engine:
         self._drop_prefix_cache()
         self.kv_version = scales.version
         return used
+
+    def calibrate_kv(
+        self,
+        sequences: list[list[int]],
+        *,
+        version: int,
+        source: str,
+        tokens_available: int | None = None,
+    ) -> KvScales:
+        """KV scales of weight `version`, from q, k and v inside vLLM over `sequences` (tokens of prompt
+        and response). They are not applied: the engine refuses to generate until some are.
+
+        The last token of each sequence is left out: a rollout never computes its K and V. source,
+        tokens_available: which tokens those are, of how many (None: all); kept with the scales.
+        Raises EngineStateError for a BF16 cache and for other weights; KvScalesError as
+        `KvObserver.scales`, and where a sequence does not fit into one forward pass.
+        """
+        from fp8rl.rollout.kv_observation import observe
+
+        if not self.fp8_kv:
+            raise EngineStateError("the KV cache of this engine is BF16: it takes no scales")
+        if self.version != version:
+            raise EngineStateError(f"the engine holds weights {self.version}, not version {version}")
+        self.kv_version = None
+        precision = self.recipe.precision
+        observer = KvObserver(self.dims.layers, kv_percentile(precision))
+        self._drop_prefix_cache()
+        try:
+            observe(self.llm, self.weights.attention(), [s[:-1] for s in sequences], observer)
+        finally:
+            self._drop_prefix_cache()  # its blocks were never written
+        return observer.scales(
+            margin=precision.kv_margin,
+            version=version,
+            source=source,
+            side="engine",
+            tokens_available=observer.tokens if tokens_available is None else tokens_available,
+        )
 
     def require_version(self, expected: int) -> None:
         """Raises EngineStateError unless weights and KV scales are those of version `expected`."""

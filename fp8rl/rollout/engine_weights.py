@@ -112,13 +112,14 @@ class EngineWeights:
             formats.update(dict.fromkeys(slot.hf, effective))
         return formats
 
-    def _attention(self) -> list[Any]:
+    def attention(self) -> list[Any]:
+        """vLLM's `Attention` modules, in the order of the layers."""
         modules = dict(self.model.named_modules())
         return [modules[attention_layer_name(i)] for i in range(self.dims.layers)]
 
     def kv_cache_types(self) -> dict[str, str]:
         """What the KV cache is: {"dtype": as vLLM names it, "storage": torch dtype of its memory}."""
-        layers = self._attention()
+        layers = self.attention()
         caches = [c for layer in layers for c in _cache_tensors(layer.kv_cache)]
         found = {(layer.kv_cache_dtype, str(c.dtype)) for layer, c in zip(layers, caches, strict=True)}
         if len(found) != 1:
@@ -128,7 +129,7 @@ class EngineWeights:
 
     def apply_kv_scales(self, scales: KvScales) -> list[LayerScales]:
         """Sets q, k and v scales of every layer, the tensors and the host copies that kernels read."""
-        for layer, values in zip(self._attention(), scales.layers, strict=True):
+        for layer, values in zip(self.attention(), scales.layers, strict=True):
             for name, value in (("q", values.q), ("k", values.k), ("v", values.v)):
                 getattr(layer, f"_{name}_scale").fill_(value)
                 setattr(layer, f"_{name}_scale_float", value)
@@ -142,7 +143,7 @@ class EngineWeights:
     def read_kv_scales(self) -> list[LayerScales]:
         """The scales in use; raises KvScalesError where a tensor and its host copy differ."""
         result = []
-        for number, layer in enumerate(self._attention()):
+        for number, layer in enumerate(self.attention()):
             values = {}
             for name in "qkv":
                 host = getattr(layer, f"_{name}_scale_float")

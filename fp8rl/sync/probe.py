@@ -15,8 +15,8 @@ from fp8rl.sync.errors import ProofError
 
 Scores = list[list[float]]
 
-# Largest mean |difference| in nats that is taken for the arm's own rounding: twice what was measured and
-# more (docs/sync.md).
+# Largest mean |difference| in nats that is taken for the arm's own rounding: twice what was measured
+# and more (docs/sync.md).
 _BF16_LIMIT = 0.15
 _FP8_LIMIT = 0.50
 _BOTH_LIMIT = 0.70

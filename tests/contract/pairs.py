@@ -7,7 +7,8 @@ import torch
 from fp8rl.learner.batch import make_batch
 from fp8rl.learner.learner import Learner
 from fp8rl.model.kv_scales import KvScales
-from fp8rl.rollout.engine import Engine, Request, requests_for
+from fp8rl.rollout.engine import Engine
+from fp8rl.rollout.requests import Request, requests_for
 from tests.models import RAGGED, recipe_with, write_model
 
 ARMS = {

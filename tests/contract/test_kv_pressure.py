@@ -10,7 +10,8 @@ import torch
 
 from fp8rl.learner.batch import make_batch
 from fp8rl.learner.learner import Learner
-from fp8rl.rollout.engine import Engine, Request
+from fp8rl.rollout.engine import Engine
+from fp8rl.rollout.requests import Request
 from tests.models import RAGGED, recipe_with, write_model
 
 pytestmark = pytest.mark.engine

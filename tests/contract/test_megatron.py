@@ -6,11 +6,21 @@ import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from fp8rl.learner.batch import make_batch
-from fp8rl.learner.kv_calibration import AmaxObserver
 from fp8rl.learner.learner import Learner, VersionError
-from fp8rl.model.cpu_megatron import CpuRotaryEmbedding, SdpaAttention, init_single_rank
+from fp8rl.model.cpu_megatron import (
+    CPU_CONFIG,
+    CpuRotaryEmbedding,
+    SdpaAttention,
+    init_single_rank,
+)
 from fp8rl.model.layers import PlannedLinear
-from fp8rl.model.megatron import PolicyModel, WeightsError, read_hf_weights
+from fp8rl.model.megatron import (
+    PolicyModel,
+    WeightsError,
+    layer_spec,
+    read_hf_weights,
+    transformer_config,
+)
 from fp8rl.model.precision import Format, PlanRules, PrecisionPlanError, make_plan
 from fp8rl.model.tiny import tiny_dims
 from fp8rl.recipe.schema import Linear, TinyModel
@@ -313,15 +323,33 @@ def test_kv_calibration_equals_amax_of_transformers_keys_and_values(model_dir):
         assert scales.layers[i].v == pytest.approx(float(v_amax[i]) * 1.05 / 448, rel=0.02)
 
 
-def test_calibration_leaves_padding_out():
-    observer = AmaxObserver()
-    observer.start_batch(torch.tensor([[True, True, False]]))
-    x = torch.ones(3, 1, 1, 2)
-    x[2] = 100.0
-    observer(0, x, x * 2, x * 3)
-    scales = observer.scales(layers=1, margin=1.0, version=0, source="")
-    layer = scales.layers[0]
-    assert (layer.q, layer.k, layer.v) == (1 / 448, 2 / 448, 3 / 448)
+def test_kv_calibration_by_percentile_leaves_the_largest_elements_out(model_dir):
+    batch = small_batch()
+    amax = learner_for(model_dir).calibrate_kv(batch, version=0, source="test")
+    precision = {"kv_statistic": "percentile", "kv_percentile": 99}
+    cut = learner_for(model_dir, precision=precision).calibrate_kv(batch, version=0, source="test")
+    assert (amax.statistic, cut.statistic) == ("amax", "percentile 99")
+    assert amax.side == "learner"
+    for whole, less in zip(amax.layers, cut.layers, strict=True):
+        assert all(0.2 < getattr(less, name) / getattr(whole, name) < 0.95 for name in "qkv")
+
+
+def test_layer_numbers_are_global_over_pipeline_stages(monkeypatch):
+    """KV scales are by layer of the whole model. The second of two stages of a model of 4 layers."""
+    from megatron.core.transformer import transformer_layer
+    from megatron.core.transformer.spec_utils import build_module
+
+    init_single_rank()
+    dims = tiny_dims(RAGGED.model_copy(update={"layers": 4}))
+    options = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.bfloat16}
+    config = transformer_config(dims, **options, **CPU_CONFIG)
+    numbers = []
+    for stage in range(2):
+        monkeypatch.setattr(transformer_layer, "get_pg_rank", lambda _group, stage=stage: stage)
+        for number in (1, 2):
+            layer = build_module(layer_spec(), config=config, layer_number=number)
+            numbers.append(layer.self_attention.core_attention.layer)
+    assert numbers == [0, 1, 2, 3]
 
 
 # --- what the accommodations answer: when Megatron changes, these say so

@@ -17,7 +17,8 @@ from fp8rl.numerics import amx
 from fp8rl.numerics.backends import Projections, backend
 from fp8rl.numerics.formats import ScaleRule, Scaling, fp8_recipe
 from fp8rl.recipe.rules import rollout_fp8
-from fp8rl.rollout.engine import Engine, requests_for
+from fp8rl.rollout.engine import Engine
+from fp8rl.rollout.requests import requests_for
 from tests import oracle
 from tests.models import RAGGED, random_weights, recipe_with, write_model
 

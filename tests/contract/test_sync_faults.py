@@ -343,7 +343,7 @@ def host_copy_left_behind(bench: Bench) -> None:
     """One of the two copies of a scale is of before."""
 
     def tensors_only(scales):
-        for layer, values in zip(bench.engine.weights._attention(), scales.layers, strict=True):
+        for layer, values in zip(bench.engine.weights.attention(), scales.layers, strict=True):
             layer._k_scale.fill_(values.k)
         return bench.engine.weights.read_kv_scales()
 

@@ -22,7 +22,8 @@ from fp8rl.recipe.schema import TinyModel
 from fp8rl.rollout import cuda_config
 from fp8rl.rollout.cuda_engine import CudaEngine
 from fp8rl.rollout.cuda_weights import CudaWeights, UnprovableEngineError
-from fp8rl.rollout.engine import EngineStateError, requests_for
+from fp8rl.rollout.engine import EngineStateError
+from fp8rl.rollout.requests import requests_for
 from tests.models import RAGGED, publish, random_weights, recipe_with, write_model
 
 pytestmark = pytest.mark.engine
@@ -251,7 +252,7 @@ def test_scales_are_applied_after_a_wake_whatever_vllm_did_to_them(pair):
     pair.engine.load_weights(pair.folder / "v0", 0)
     with pytest.raises(EngineStateError, match="scales must be applied again"):
         pair.engine.wake_for_generation(None)
-    for layer in pair.engine.weights._attention():
+    for layer in pair.engine.weights.attention():
         for name in ("_q_scale", "_k_scale", "_v_scale"):
             getattr(layer, name).fill_(1.0)
     with pytest.raises(KvScalesError, match="on the device"):
@@ -301,7 +302,7 @@ def test_dropped_prefix_cache_is_empty(pair):
 def test_kv_cache_has_the_bytes_that_the_recipe_gives_it(pair):
     """Relies on: kv_cache_memory_bytes being what the cache of all layers takes."""
     pair.ready()
-    caches = [layer.kv_cache for layer in pair.engine.weights._attention()]
+    caches = [layer.kv_cache for layer in pair.engine.weights.attention()]
     used = sum(c.nbytes if isinstance(c, torch.Tensor) else c[0].nbytes for c in caches)
     assert 0.95 < used / (pair.recipe.rollout.kv_cache_mib * 2**20) <= 1
 

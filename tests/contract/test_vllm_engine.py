@@ -105,7 +105,7 @@ def test_kv_scales_sent_are_those_used(fp8):
     """Relies on: the CPU backend reads Attention._k_scale_float and _v_scale_float."""
     scales = fp8.scales(fp8.new_learner(), 0)
     assert fp8.engine.apply_kv_scales(scales) == list(scales.layers)
-    layers = fp8.engine.weights._attention()
+    layers = fp8.engine.weights.attention()
     for layer, sent in zip(layers, scales.layers, strict=True):
         assert (layer._k_scale_float, layer._v_scale_float, layer._q_scale_float) == (
             sent.k,
@@ -117,7 +117,7 @@ def test_kv_scales_sent_are_those_used(fp8):
 
 def first_layer_cache(engine: Engine) -> torch.Tensor:
     """Relies on: Attention.kv_cache, a tensor or a list of one per virtual engine."""
-    cache = engine.weights._attention()[0].kv_cache
+    cache = engine.weights.attention()[0].kv_cache
     return cache if isinstance(cache, torch.Tensor) else cache[0]
 
 
@@ -168,7 +168,7 @@ def test_unusable_scales_are_refused_and_the_engine_does_not_generate(fp8):
 
 
 def test_two_copies_of_a_scale_that_differ_are_seen(fp8):
-    layer = fp8.engine.weights._attention()[1]
+    layer = fp8.engine.weights.attention()[1]
     layer._v_scale.fill_(0.5)
     with pytest.raises(KvScalesError, match=r"layer 1: v_scale is 0\.5 on the device"):
         fp8.engine.weights.read_kv_scales()

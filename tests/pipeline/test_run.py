@@ -178,6 +178,67 @@ def test_kv_scales_are_recalibrated_each_iteration_and_those_sent_are_used(run):
         assert scales["layers"] == output["used"]
         assert len(scales["layers"]) == run.recipe.model.tiny.layers
         assert ("rollouts" in scales["source"]) == (n > 0)
+        assert scales["tokens"] == scales["tokens_available"]
+
+
+def test_elements_that_the_kv_cache_could_not_hold_are_counted(run):
+    for n in range(1, run.recipe.iterations + 1):
+        record = run.journal.record(n, "rollout")
+        if run.recipe.arm == "bf16":
+            assert "kv" not in record.output
+            continue
+        counts, tiny = record.output["kv"], run.recipe.model.tiny
+        # Prompts are shared by their samples where the cache's blocks are: at least what was sampled.
+        head = tiny.hidden_size // tiny.heads * tiny.kv_heads
+        assert min(counts["elements"]) >= (record.output["generated_tokens"] - 256) * head
+        assert len(counts["k_saturated"]) == tiny.layers
+        assert record.metrics["kv/saturated_share"] < 1e-4
+        assert 0 < record.metrics["kv/underflow_share"] < 0.05
+
+
+def test_history_of_kv_scales_is_shown_and_saved(run):
+    client = mlflow_client(run)
+    names = {f.path for f in client.list_artifacts(run.summary["mlflow_run"])}
+    shown = {"kv_history.json", "kv_history.png"}
+    path = run.journal.folder / "checkpoints" / f"{run.recipe.iterations:05d}" / "state.json"
+    state = json.loads(path.read_text())
+    if run.recipe.arm == "bf16":
+        assert not shown & names
+        assert state["kv_scales"] is None
+        return
+    assert shown <= names
+    table = json.loads(
+        Path(client.download_artifacts(run.summary["mlflow_run"], "kv_history.json")).read_text()
+    )
+    assert len(table["data"]) == (run.recipe.iterations + 1) * run.recipe.model.tiny.layers
+    last = run.journal.read_file(run.recipe.iterations, "recalibrate_kv", "kv_scales.json")
+    assert state["kv_scales"] == last.decode()
+    # The state is written when the last iteration's record is there.
+    assert set(state["kv_history"]) == {str(n) for n in range(run.recipe.iterations + 1)}
+
+
+def test_scales_of_the_engine_side(runs_dir, run_arm):
+    """One iteration whose KV scales vLLM itself observed: all steps, with a token budget."""
+    from flows.training import train
+    from fp8rl.recipe.load import load_recipe
+    from tests.arms import SHORT, TINY
+
+    run_arm("bf16")  # for the warm start
+    options = ["iterations=1", "precision.kv_calibration=engine", "precision.kv_tokens=1000"]
+    recipe = load_recipe(
+        TINY / "fp8-e2e-kv.yaml", [*SHORT, *options, f"runs_dir={runs_dir}", "name=test-engine-kv"]
+    ).recipe
+    asyncio.run(train(recipe))
+    journal = Run(runs_dir / "test-engine-kv").journal
+    for n in (0, 1):
+        record = journal.record(n, "recalibrate_kv")
+        scales = json.loads(journal.read_file(n, "recalibrate_kv", "kv_scales.json"))
+        assert scales["side"] == record.output["side"] == "engine"
+        assert scales["layers"] == record.output["used"]
+        assert scales["tokens"] <= 1000
+    # After the first rollout there were 256 sequences to choose from.
+    assert scales["tokens_available"] > 2 * scales["tokens"]
+    assert journal.record(1, "rollout").metrics["kv/saturated_share"] < 1e-3
 
 
 def test_mismatch_is_small_and_recomputed_alike_by_transformers(run):

@@ -436,6 +436,7 @@ def test_old_tensors_go_and_manifests_stay(tmp_path):
 
 
 GOOD = LayerScales(0.1, 0.2, 0.3)
+GOOD_SCALES = KvScales(1, (GOOD,), 5, "").to_json()
 
 
 @pytest.mark.parametrize(
@@ -451,6 +452,8 @@ GOOD = LayerScales(0.1, 0.2, 0.3)
         (KvScales(1, (LayerScales(float("nan"), 1, 1), GOOD), 5, ""), "layer 0: q_scale is nan"),
         (KvScales(1, (LayerScales(0.1, 0.1, float("inf")), GOOD), 5, ""), "layer 0: v_scale is inf"),
         (KvScales(1, (LayerScales(-0.1, 0.1, 0.1), GOOD), 5, ""), "layer 0: q_scale is -0.1"),
+        (KvScales(1, (LayerScales(0.1, 1e-50, 0.1), GOOD), 5, ""), "layer 0: k_scale is 1e-50"),
+        (KvScales(1, (LayerScales(0.1, 0.1, 1e39), GOOD), 5, ""), r"layer 0: v_scale is 1e\+39"),
     ],
 )
 def test_unusable_kv_scales_are_refused(scales, message):
@@ -461,3 +464,13 @@ def test_unusable_kv_scales_are_refused(scales, message):
 def test_kv_scales_read_back_exactly():
     scales = KvScales(3, (GOOD, LayerScales(1 / 3, 1e-7, 0.7)), 99, "rollouts")
     assert KvScales.from_json(scales.to_json()) == scales
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"layers": 3}', GOOD_SCALES.replace('"q"', '"p"'), GOOD_SCALES[:-9]],
+)
+def test_what_is_not_kv_scales_is_refused(text):
+    assert KvScales.from_json(GOOD_SCALES).layers == (GOOD,)
+    with pytest.raises(KvScalesError, match="not KV scales"):
+        KvScales.from_json(text)

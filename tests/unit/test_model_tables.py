@@ -59,11 +59,30 @@ def test_projections_split_and_join_are_inverses():
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_parameters"),
+        ({"use_qk_norm": True}, "use_qk_norm"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+        ({"mamba_d_state": 128}, "mamba_d_state"),
+        ({"linear_num_key_heads": 16}, "linear_num_key_heads"),
+        ({"hybrid_override_pattern": "M-M*"}, "hybrid_override_pattern"),
     ],
 )
 def test_unsupported_model_is_refused_by_field(change, field):
     with pytest.raises(UnsupportedModelError, match=field):
         dims_from_hf({**CONFIG, **change})
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
+def test_recurrent_layers_are_named_as_the_reason(model_type):
+    config = {**CONFIG, "model_type": model_type, "linear_conv_kernel_dim": 4}
+    with pytest.raises(UnsupportedModelError, match=r"linear_conv_kernel_dim=4: only full attention"):
+        dims_from_hf(config)
+
+
+def test_llama_has_full_attention_and_no_qk_norm():
+    config = {**CONFIG, "layer_types": ["full_attention"] * 4, "mamba_d_state": None}
+    assert dims_from_hf(config) == DIMS
+    assert not DIMS.qk_norm
 
 
 def test_dims_read_old_and_new_rope_fields(tmp_path):

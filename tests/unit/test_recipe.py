@@ -1,5 +1,6 @@
 """Loading recipes, naming mistakes, and the combination rules."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -250,6 +251,7 @@ def violated(*overrides: str) -> dict[tuple[str, ...], str]:
             "precision.learner",
         ),
         (["precision.backend=transformer_engine"], "precision.backend"),
+        (["precision.kv_cache=fp8"], "precision.allow_fp8_kv_without_qk_norm"),
     ],
 )
 def test_each_bad_combination_is_refused_by_its_keys(overrides, key):
@@ -266,6 +268,17 @@ def test_each_bad_combination_is_refused_by_its_keys(overrides, key):
 )
 def test_the_neighbouring_good_combinations_pass(overrides):
     assert violated(*overrides) == {}
+
+
+def test_fp8_kv_needs_a_word_only_where_the_model_has_no_qk_norm():
+    recipe = load_recipe(TINY / "bf16.yaml", ["precision.kv_cache=fp8"]).recipe
+    dims = tiny_dims(recipe.model.tiny)
+    (violation,) = check(recipe, dims)
+    assert "QK-norm" in violation.message
+    assert "precision.kv_cache=bf16" in violation.message
+    assert check(recipe, replace(dims, qk_norm=True)) == []
+    allowed = with_overrides(recipe, ["precision.allow_fp8_kv_without_qk_norm=true"])
+    assert check(allowed, dims) == []
 
 
 def test_two_models_are_refused_before_either_is_looked_for():
@@ -353,11 +366,18 @@ def test_sides_with_different_scales_are_warned_of():
             ["precision.rollout=fp8", "precision.scaling=tensor"],
             "depend on what it was batched with, on both",
         ),
+        (["precision.kv_tokens=99"], "precision.kv_tokens has no effect: the KV cache is in BF16"),
+        (
+            ["precision.kv_cache=fp8", "precision.kv_percentile=99"],
+            "precision.kv_percentile has no effect: set precision.kv_statistic=percentile",
+        ),
     ],
 )
 def test_keys_without_effect_are_warned_of(overrides, says):
     assert any(says in text for text in warnings(load_recipe(TINY / "bf16.yaml", overrides).recipe))
     assert warnings(load_recipe(TINY / "fp8-e2e.yaml").recipe) == []
+    used = ["precision.kv_statistic=percentile", "precision.kv_percentile=99", "precision.kv_tokens=9"]
+    assert warnings(load_recipe(TINY / "fp8-e2e-kv.yaml", used).recipe) == []
 
 
 def test_hybrid_and_scaling_reach_the_numerics():
