@@ -2,6 +2,24 @@
 
 import pytest
 
+from fp8rl.rollout.engine import Engine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_stay():
+    """No engine ends before the session: with the first one go vLLM's process groups, which the others
+    in this process need."""
+    kept = []
+    start = Engine._start
+
+    def keep(self, *args, **options):
+        kept.append(start(self, *args, **options))
+        return kept[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_start", keep)
+        yield
+
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory):

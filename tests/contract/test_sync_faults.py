@@ -44,7 +44,6 @@ class Bench:
         self.learner.publish(self.folder, version=1)
         self.scales = self.pair.scales(self.learner, 1) if self.engine.fp8_kv else None
         self.manifest, self.tensors = read_published(self.folder, 1)
-        # Kept: with an engine go vLLM's process groups, which the other one needs.
         self.fresh = Engine(self.pair.model_dir, self.pair.recipe, max_len=64)
         self.fresh.load_weights(self.folder, 1)
         self.wanted = self.use(self.fresh)
