@@ -10,14 +10,14 @@ def engines_stay():
     """No engine ends before the session: with the first one go vLLM's process groups, which the others
     in this process need."""
     kept = []
-    start = Engine._start
+    make = Engine.__init__
 
     def keep(self, *args, **options):
-        kept.append(start(self, *args, **options))
-        return kept[-1]
+        make(self, *args, **options)
+        kept.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_start", keep)
+        patch.setattr(Engine, "__init__", keep)
         yield
 
 
