@@ -11,6 +11,7 @@ in training. Warm-up with token 0 is what an engine sees that calibrates on its 
 Left out on purpose: FP8 linears, training, and timings (`make bench-kv` has them elsewhere).
 """
 
+import os
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from benchmarks.measure import model_with_weights
 from benchmarks.rescaled import rescaled
 from fp8rl.data.calibration import choose
 from fp8rl.data.prepare import iteration_prompts, prepare_data
+from fp8rl.device import compute_environment
 from fp8rl.learner.batch import Batch, make_batch
 from fp8rl.learner.learner import Learner
 from fp8rl.learner.logprobs import token_logprobs
@@ -282,6 +284,10 @@ def show(title: str, results: dict[str, dict[str, Any]]) -> None:
 def main(overrides: list[str]) -> None:
     """Measures, prints and writes. overrides: of the recipe, for a smaller try that writes nothing."""
     recipe = load_recipe(SMOLLM2 / "bf16-kv.yaml", [*SIZES, *overrides]).recipe
+    wanted = compute_environment(recipe)
+    if any(os.environ.get(name) != value for name, value in wanted.items()):  # read at a start
+        command = [sys.executable, "-m", "benchmarks.kv_scales", *overrides]
+        os.execve(sys.executable, command, os.environ | wanted)
     with tempfile.TemporaryDirectory() as temporary:
         bench = Bench(recipe, Path(temporary))
         values = {}
