@@ -40,9 +40,10 @@ from fp8rl.model.precision import Format, PlanRules, make_plan
 from fp8rl.recipe.load import load_recipe, with_overrides
 from fp8rl.recipe.schema import Recipe
 from fp8rl.rollout import kv_writes
-from fp8rl.rollout.engine import Completion, Engine, Request, requests_for
+from fp8rl.rollout.engine import Engine
 from fp8rl.rollout.kv_shares import kv_metrics
 from fp8rl.rollout.kv_writes import nearest
+from fp8rl.rollout.requests import Completion, Request, requests_for
 
 SMOLLM2 = Path(__file__).parents[1] / "configs" / "smollm2"
 SIZES = ("rollout.samples=4", "rollout.max_new_tokens=24")  # 16 sequences, about 350 response tokens
