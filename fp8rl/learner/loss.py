@@ -207,7 +207,7 @@ def policy_loss(
     """
     layout = layout or Layout.rows(mask)
     surrogate = SURROGATES[options.loss](c, p, layout.spread(advantages), mask, options, layout)
-    weighted = surrogate.value * torch.where(mask, weights.detach(), 0.0)
+    weighted = surrogate.value * weights.detach()
     loss = -aggregate(weighted, mask, options.aggregation, denominators, length=length, layout=layout)
     ratio = torch.where(mask, surrogate.ratio, 0.0).double()
 

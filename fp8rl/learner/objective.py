@@ -16,7 +16,6 @@ from fp8rl.learner.correction import correct, importance_weights, limits
 from fp8rl.learner.loss import Denominators, PolicyLoss, aggregate, policy_loss
 from fp8rl.learner.validity import Validity, judge
 from fp8rl.mismatch import before_and_after
-from fp8rl.recipe.objective import LossKind
 from fp8rl.recipe.schema import Recipe
 
 
@@ -52,8 +51,8 @@ class PolicyObjective:
 
     Decoupled (correction.bypass=false): the loss's ratio is that of the learner to itself before the
     update, exp(c - p), and the weights are those of exp(p - g). Bypass: the old policy is the rollout,
-    the loss's ratio is exp(c - g) and there are no weights; with loss=reinforce, which has no ratio,
-    the weights are those of exp(c - g), constant. Rejection compares p with g in both.
+    the loss's ratio is exp(c - g) and the rules ask for mode=off; with loss=reinforce, which has no
+    ratio, the weights are those of exp(c - g), constant. Rejection compares p with g in both.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -121,11 +120,8 @@ class PolicyObjective:
     def _weights(self, part: Plan, c: Tensor, p: Tensor, g: Tensor) -> Tensor:
         if part.weights is not None:
             return part.weights
-        if self.correction.bypass:
-            if self.options.loss is not LossKind.REINFORCE:
-                return torch.ones_like(p)
-            p = c.detach()
-        return importance_weights(p, g, part.candidates, self.correction)
+        target = c.detach() if self.correction.bypass else p
+        return importance_weights(target, g, part.candidates, self.correction)
 
     def metrics(self, batch: Batch, plan: Plan, p: Tensor) -> dict[str, float]:
         """mismatch/* and correction/* of the whole batch; p [B, T]: before the first update.

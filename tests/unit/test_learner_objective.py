@@ -258,6 +258,8 @@ def test_a_batch_with_nothing_to_train_on_makes_no_step_and_says_so():
     batch, advantages = samples()
     nobody = torch.zeros(8, dtype=torch.bool)
     learner = learner_for(learner={"updates": 2})
+    # With weight decay an update without any gradient would still move the weights.
+    learner.optimiser = torch.optim.AdamW(learner._parameters, lr=0.1, weight_decay=0.5)
     metrics, step = train(learner, batch, advantages, trained=nobody)
     assert not step.any()
     assert learner.version == 1
