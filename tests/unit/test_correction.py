@@ -235,6 +235,9 @@ def test_a_nan_log_prob_is_never_kept_by_a_rule():
     for level in Level:
         one = rule("k3", level, 1e9)
         got = correct(p, g, mask, Correction(reject=(one,)))
+        segments = torch.arange(6)[:, None].expand(6, 9)
+        packed = correct(p, g, mask, Correction(reject=(one,)), Layout.packed(segments))
+        assert torch.equal(packed.mask, got.mask)
         if level is Level.TOKEN:
             assert int(got.mask.sum()) == int(mask.sum()) - 1
         else:

@@ -283,6 +283,23 @@ def test_several_updates_share_weights_and_mask_of_the_first():
     assert metrics["train/ratio_max"] > once["train/ratio_max"] == 1.0
 
 
+def test_weights_of_bypass_follow_the_learner_from_update_to_update():
+    batch, advantages = samples()
+    learner = learner_for(learner={"loss": "reinforce", "updates": 2}, correction={"bypass": True})
+    _, step = train(learner, batch, advantages)
+    torch.manual_seed(0)
+    start = Policy().table.detach()
+    table = start.clone().requires_grad_()
+    for rows in (slice(0, 4), slice(4, 8)):
+        part = batch.rows(rows)
+        c = logprobs_of(table, part)
+        w = (c.detach() - part.g).exp().clamp(max=2.0)
+        terms = (w * advantages[rows][:, None] * c)[part.mask]
+        (gradient,) = torch.autograd.grad(-terms.sum() / len(terms), table)
+        table = (table - gradient).detach().requires_grad_()
+    torch.testing.assert_close(step, start - table, rtol=1e-5, atol=1e-6)
+
+
 def test_every_choice_is_tried():
     """Another loss or mode needs a line in CHOICES."""
     recipes = [learner_for(learner=a, correction=b).recipe for a, b in CHOICES.values()]
