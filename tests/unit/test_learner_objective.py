@@ -15,7 +15,8 @@ from fp8rl.learner.validity import LogprobError
 from fp8rl.mismatch import mismatch_panel
 from fp8rl.recipe.objective import CorrectionMode, InvalidLogprobs, LossKind
 from fp8rl.recipe.schema import Recipe
-from tasks.actors import _require_match
+from fp8rl.tables import to_parquet
+from tasks.actors import LearnerActor, _require_match
 from tests import objective_oracle as oracle
 
 VOCABULARY = 7
@@ -334,6 +335,46 @@ def test_shaped_rewards_make_advantages_and_both_are_told():
     assert got.trained.tolist() == [True, True, False, True, True, True]
     assert got.metrics["train/reward_shaped_mean"] == pytest.approx((4 - 0.75) / 6)
     assert got.metrics["train/overlong_filtered"] == pytest.approx(1 / 6)
+
+
+class Committed:
+    """An iteration's tables, as the journal gives them."""
+
+    def __init__(self, rollouts, rewards):
+        self.content = {"rollout": to_parquet(rollouts), "reward": to_parquet(rewards)}
+        self.journal = self
+
+    def read_file(self, iteration, step, name):
+        return self.content[step]
+
+
+def test_the_train_step_shapes_filters_and_applies_the_rule_for_invalid_log_probs():
+    rollouts, rewards = columns()
+    rollouts |= {
+        "weight_version": [0] * 6,
+        "sample": [0, 1, 2] * 2,
+        "prompt_tokens": [[2, 3]] * 6,
+        "logprobs": [[-1.5] * len(tokens) for tokens in rollouts["tokens"]],
+    }
+    rollouts["logprobs"][4][1] = None
+    rewards |= {key: rollouts[key] for key in ("prompt_id", "sample")}
+    actor = LearnerActor()
+    keys = {"overlong_filter": True, "overlong_buffer": 4}
+    actor._learner = learner_for(
+        learner=keys, correction={"invalid": "drop"}, rollout={"max_new_tokens": 10}
+    )
+    actor._learner.weights_digest = lambda: "digest"
+    got = actor.train(Committed(rollouts, rewards), 1, 4)
+    metrics = got["metrics"]
+    assert metrics["train/overlong_filtered"] == pytest.approx(1 / 6)
+    assert metrics["train/reward_shaped_mean"] < 4 / 6
+    assert metrics["mismatch/nan_count"] == metrics["mismatch/invalid_samples"] == 1
+    valid = 2 + 8 + 10 + 3 + 3
+    assert metrics["mismatch/kept_share"] == pytest.approx((valid - 10) / valid)
+    assert got["version"] == 1
+    actor._learner = learner_for(rollout={"max_new_tokens": 10})
+    with pytest.raises(LogprobError, match=r"samples \[4\]"):
+        actor.train(Committed(rollouts, rewards), 1, 4)
 
 
 def test_samples_of_a_stale_version_and_rewards_of_other_samples_are_refused():
