@@ -86,28 +86,34 @@ class LearnerActor:
 
         weights: digest of the new master weights.
         """
-        import torch
-
-        from fp8rl.learner.advantage import grpo_advantages
         from fp8rl.learner.batch import make_batch
+        from fp8rl.learner.signal import learning_signal
         from fp8rl.tables import from_parquet
 
-        journal = context.journal
+        journal, recipe = context.journal, self.learner.recipe
         rollouts = from_parquet(journal.read_file(iteration, "rollout", "rollouts.parquet"))
         rewards = from_parquet(journal.read_file(iteration, "reward", "rewards.parquet"))
         version = iteration - 1
         _require_match(rollouts, rewards, version)
-        batch = make_batch(rollouts["prompt_tokens"], rollouts["tokens"], rollouts["logprobs"])
-        advantages = grpo_advantages(
-            torch.tensor(rewards["reward"], dtype=torch.float64), torch.tensor(rollouts["prompt_id"])
+        batch = make_batch(
+            rollouts["prompt_tokens"],
+            rollouts["tokens"],
+            rollouts["logprobs"],
+            recipe.correction.invalid,
         )
+        signal = learning_signal(rollouts, rewards, recipe)
         result = self.learner.train(
-            batch, advantages.float(), iteration=iteration, version=version, micro_batch=micro_batch
+            batch,
+            signal.advantages,
+            iteration=iteration,
+            version=version,
+            trained=signal.trained,
+            micro_batch=micro_batch,
         )
         return {
             "version": result.version,
             "weights": self.learner.weights_digest(),
-            "metrics": result.metrics,
+            "metrics": signal.metrics | result.metrics,
             "tokens": int(batch.lengths.sum()),
         }
 

@@ -1,13 +1,14 @@
 """Padded batches from ragged rollouts."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-class LogprobError(ValueError):
-    """A sampled token without a finite rollout log-prob."""
+from fp8rl.learner.validity import LogprobError, judge
+from fp8rl.recipe.objective import InvalidLogprobs
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class Batch:
     """Sequences padded on the right.
 
     tokens: int64 [B, S]. lengths: int64 [B], prompt and response. mask: bool [B, S-1], true where
-    token j+1 is a response token. g: FP32 [B, S-1], rollout log-prob of token j+1, 0 outside mask.
+    token j+1 is a response token. g: FP32 [B, S-1], rollout log-prob of token j+1, NaN where it is
+    missing, 0 outside mask.
     """
 
     tokens: Tensor
@@ -40,12 +42,17 @@ class Batch:
 
 
 def make_batch(
-    prompts: list[list[int]], responses: list[list[int]], logprobs: list[list[float]] | None = None
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    logprobs: Sequence[Sequence[float | None]] | None = None,
+    invalid: InvalidLogprobs = InvalidLogprobs.ERROR,
 ) -> Batch:
     """A batch of prompt + response sequences, token in, token out.
 
-    logprobs: of each response token; None where there are none (g is 0 then).
-    Raises LogprobError where one is missing or not finite, and ValueError for an empty response.
+    logprobs: of each response token; None where there are none (g is 0 then). Where their number is
+    not that of the tokens, it is not known whose they are: all of the sample are missing.
+    Raises ValueError for an empty response, and LogprobError for a missing or non-finite log-prob
+    unless `invalid` is another rule, which is then the learner's to apply.
     """
     lengths = torch.tensor([len(a) + len(b) for a, b in zip(prompts, responses, strict=True)])
     longest = int(lengths.max())
@@ -60,13 +67,12 @@ def make_batch(
         mask[row, span] = True
         if logprobs is None:
             continue
-        if len(logprobs[row]) != len(response):
-            raise LogprobError(
-                f"sample {row}: {len(logprobs[row])} log-probs for {len(response)} tokens"
-            )
-        g[row, span] = torch.tensor(logprobs[row])
-    bad = ~torch.isfinite(g) & mask
-    if bool(bad.any()):
-        rows = sorted(set(bad.nonzero()[:, 0].tolist()))
-        raise LogprobError(f"{int(bad.sum())} rollout log-probs are not finite, in samples {rows[:10]}")
+        given = logprobs[row]
+        if len(given) == len(response):
+            g[row, span] = torch.tensor([math.nan if x is None else x for x in given])
+            continue
+        g[row, span] = math.nan
+        if invalid is InvalidLogprobs.ERROR:
+            raise LogprobError(f"sample {row}: {len(given)} log-probs for {len(response)} tokens")
+    judge(g, mask, invalid)
     return Batch(tokens, lengths, mask, g)

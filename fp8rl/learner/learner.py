@@ -27,10 +27,9 @@ from fp8rl.learner.checkpoint import (
     restore_rng,
     weights_digest,
 )
-from fp8rl.learner.correction import importance_weights
 from fp8rl.learner.logprobs import token_logprobs
-from fp8rl.learner.loss import clipped_policy_loss
-from fp8rl.mismatch import mismatch_panel
+from fp8rl.learner.loss import Denominators
+from fp8rl.learner.objective import PolicyObjective, Tally
 from fp8rl.model.dims import read_dims
 from fp8rl.model.kv_observer import KvObserver
 from fp8rl.model.kv_scales import KvScales
@@ -78,6 +77,7 @@ class Learner:
             fp8_backend=backends.fp8_backend,
         )
         self.version: int | None = None
+        self.objective = PolicyObjective(recipe)
         self._writer = CheckpointWriter()
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         options = recipe.learner
@@ -115,7 +115,12 @@ class Learner:
         return [batch.rows(slice(i, min(i + size, count))) for i in range(0, count, size)]
 
     def _logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        return token_logprobs(self.model(batch.tokens), batch.tokens, temperature)
+        return token_logprobs(
+            self.model(batch.tokens),
+            batch.tokens,
+            temperature,
+            entropy_gradient=self.objective.needs_entropy_gradient,
+        )
 
     @torch.no_grad()
     def logprobs(
@@ -168,28 +173,33 @@ class Learner:
         *,
         iteration: int,
         version: int,
+        trained: Tensor | None = None,
         micro_batch: int | None = None,
     ) -> TrainResult:
         """Trains on one iteration's samples, which weight `version` drew; makes version + 1.
 
-        advantages: FP32 [B]. micro_batch: sequences at a time; the recipe's where None. Metrics compare
-        rollout and learner before the first update. With one update the old log-probs are those of the
-        training forward itself; with more they are computed first, by a pass of their own.
+        advantages: FP32 [B]. trained: bool [B], false for samples to be left out; None: all.
+        micro_batch: sequences at a time; the recipe's where None. Metrics compare rollout and learner
+        before the first update. With one update the old log-probs are those of the training forward
+        itself; with more, or where the objective needs the whole batch first, a pass of their own
+        computes them. An update with nothing to train on is left out, and counted.
         """
         self.require_version(version)
-        options = self.recipe.learner
+        options, objective = self.recipe.learner, self.objective
         lr = options.lr * min(1.0, iteration / (options.warmup_iterations + 1))
         per_update = len(batch.lengths) // options.updates
         old = None
-        if options.updates > 1:
+        if options.updates > 1 or objective.needs_old_logprobs:
             old = self.logprobs(batch, version=version, micro_batch=micro_batch)
+        plan = objective.begin(batch, old, trained)
         self.version = None  # half-trained until the end
         p_parts, entropies, losses, norms = [], [], [], []
-        clipped = 0
+        tally = Tally()
         for update in range(options.updates):
             rows = slice(update * per_update, (update + 1) * per_update)
             part = batch.rows(rows)
-            tokens = int(part.mask.sum())
+            denominators = Denominators.of(plan.mask[rows])
+            tally.start(denominators)
             self.optimiser.zero_grad(set_to_none=True)
             total = 0.0
             start = rows.start
@@ -197,35 +207,26 @@ class Learner:
                 span = slice(start, start + len(micro.lengths))
                 start = span.stop
                 c, entropy = self._logprobs(micro, self.recipe.rollout.temperature)
-                p = c.detach() if old is None else old[span, : c.shape[1]]
-                out = clipped_policy_loss(
-                    c,
-                    p,
-                    advantages[span],
-                    importance_weights(p, micro.g, self.recipe.correction),
-                    micro.mask,
-                    tokens=tokens,
-                    clip_low=options.clip_low,
-                    clip_high=options.clip_high,
+                columns = c.shape[1]
+                p = c.detach() if old is None else old[span, :columns]
+                out = objective.loss(
+                    plan.part(span, columns), c, p, entropy, advantages[span], denominators
                 )
                 out.loss.backward()
                 faults.point(f"learner:train:{iteration}:middle")
                 total += float(out.loss.detach())
-                clipped += int(out.clipped)
-                entropies.append(entropy[micro.mask])
-                p_parts.append(torch.nn.functional.pad(p, (0, batch.g.shape[1] - p.shape[1])))
-            norms.append(self._step(lr))
+                tally.add(out)
+                entropies.append(entropy.detach()[micro.mask])
+                p_parts.append(torch.nn.functional.pad(p, (0, batch.g.shape[1] - columns)))
+            norms.append(0.0 if denominators.empty else self._step(lr))
             losses.append(total)
         assert_effective(self.plan, self.model.effective_formats(), where="the learner")
         self.version = version + 1
-        p_all = torch.cat(p_parts)
-        panel = mismatch_panel(batch.g, p_all, batch.mask, truncate=self.recipe.correction.truncate)
-        tokens = int(batch.mask.sum())
-        metrics = {f"mismatch/{name}": value for name, value in panel.items()} | {
+        metrics = objective.metrics(batch, plan, torch.cat(p_parts)) | {
             "train/loss": sum(losses) / len(losses),
             "train/grad_norm": max(norms),
             "train/lr": lr,
-            "train/clip_fraction": clipped / tokens,
+            **tally.metrics(),
             "train/entropy": float(torch.cat(entropies).mean()),
         }
         return TrainResult(self.version, metrics)

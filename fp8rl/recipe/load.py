@@ -9,7 +9,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -173,6 +173,8 @@ def _override(values: dict[str, Any], origins: dict[str, str], text: str) -> Non
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
+    if get_origin(annotation) is tuple:  # a list of them is one value, such as correction.reject
+        return None
     candidates = [annotation, *get_args(annotation)]
     for candidate in candidates:
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):

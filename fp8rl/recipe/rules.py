@@ -7,8 +7,8 @@ from fp8rl.model import transformer_engine
 from fp8rl.model.dims import ModelDims
 from fp8rl.model.precision import Format, PlanRules, PrecisionPlanError, make_plan
 from fp8rl.numerics.formats import Fp8Recipe, ScaleRule, Scaling, fp8_recipe
+from fp8rl.recipe.objective_rules import compares_logprobs, objective_problems, objective_warnings
 from fp8rl.recipe.schema import (
-    CorrectionMode,
     Device,
     ElementFormat,
     Fp8Backend,
@@ -114,7 +114,7 @@ def warnings(recipe: Recipe) -> list[str]:
             "precision.scaling=tensor: one activation scale for all tokens of a forward pass, so a "
             "sample's log-probs depend on what it was batched with, on both sides"
         )
-    return found
+    return found + objective_warnings(recipe)
 
 
 _ONLY_FP8_KV = ("kv_margin", "kv_calibration", "kv_statistic", "kv_percentile", "kv_tokens")
@@ -136,6 +136,7 @@ def check(recipe: Recipe, dims: ModelDims) -> list[Violation]:
         *device,
         *_model(recipe),
         *_sampling(recipe),
+        *(Violation(keys, message) for keys, message in objective_problems(recipe)),
         *_precision(recipe, dims),
         *_sizes(recipe, dims),
     ]
@@ -184,7 +185,7 @@ def _model(recipe: Recipe) -> Iterator[Violation]:
 def _sampling(recipe: Recipe) -> Iterator[Violation]:
     rollout, precision = recipe.rollout, recipe.precision
     low_precision = Linear.FP8 in (precision.rollout, precision.kv_cache)
-    corrected = recipe.correction.mode is not CorrectionMode.OFF
+    corrected = compares_logprobs(recipe)
     if low_precision and not corrected and not recipe.correction.allow_off_with_fp8:
         yield Violation(
             ("correction.mode", "precision"),

@@ -7,10 +7,12 @@ stand here; rules that concern several stand in `rules.py`.
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fp8rl.files import values_digest
 from fp8rl.numerics.formats import Scaling
+from fp8rl.recipe.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from fp8rl.recipe.objective import Correction, Objective
 
 _NOT_NUMBERS = {
     *("name", "arm", "runs_dir", "tracking", "step_timeout_s"),
@@ -21,19 +23,7 @@ _LENGTH = {"iterations"}
 # Raise it when a change of code changes what the same warm start trains.
 WARM_START_CODE = 1
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """Base of all parts of a recipe."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
 
 class Device(StrEnum):
@@ -73,11 +63,6 @@ class KvStatistic(StrEnum):
 class KvCalibration(StrEnum):
     LEARNER = "learner"
     ENGINE = "engine"
-
-
-class CorrectionMode(StrEnum):
-    OFF = "off"
-    TOKEN = "token"  # w = exp(p - g) of each token
 
 
 class Extract(StrEnum):
@@ -127,7 +112,7 @@ class WarmStart(Section):
 class Task(Section):
     name: str = "reverse_digits"
     """A reasoning-gym dataset by name, or a generator of ours behind the same interface."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Options of the generator, as its config class names them."""
     chat: bool = False
     """Ask each question as a user's turn in the tokenizer's chat template. False: as it stands."""
@@ -229,30 +214,18 @@ class Sync(Section):
     precision."""
 
 
-class Learner(Section):
+class Learner(Objective):
     lr: PositiveFloat = 1e-4
     warmup_iterations: NonNegativeInt = 3
     weight_decay: NonNegativeFloat = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     grad_clip: PositiveFloat = 1.0
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
     updates: PositiveInt = 1
     """Optimiser steps on the samples of one iteration."""
     micro_batch: PositiveInt = 128
     """Sequences in one forward and backward pass. The loss does not depend on it; FP8 gradients do
     a little: wgrad scales groups of 128 tokens, and other micro-batches make other groups."""
-
-
-class Correction(Section):
-    """Rollout correction: importance weights of learner over rollout log-probs."""
-
-    mode: CorrectionMode = CorrectionMode.TOKEN
-    truncate: Annotated[float, Field(gt=1)] = 2.0
-    """Upper bound of a weight (truncated importance sampling)."""
-    allow_off_with_fp8: bool = False
-    """Say yes to an FP8 rollout without correction."""
 
 
 class Evaluate(Section):

@@ -1,4 +1,4 @@
-"""Advantages, log-probs, correction, loss and mismatch: hand examples and NumPy float64 oracles."""
+"""Log-probs of sampled tokens, padded batches, and samples whose rollout log-probs are missing."""
 
 import math
 
@@ -6,42 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rl.learner.advantage import grpo_advantages
-from fp8rl.learner.batch import LogprobError, make_batch
-from fp8rl.learner.correction import importance_weights
+from fp8rl.learner.batch import make_batch
 from fp8rl.learner.logprobs import token_logprobs
-from fp8rl.learner.loss import clipped_policy_loss
-from fp8rl.mismatch import mismatch_panel
-from fp8rl.recipe.schema import Correction, CorrectionMode
-
-
-def test_grpo_advantage_by_hand():
-    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
-    groups = torch.tensor([7, 7, 7, 3, 3, 3])
-    got = grpo_advantages(rewards, groups)
-    std = math.sqrt(((2 / 3) ** 2 + 2 * (1 / 3) ** 2) / 2)
-    want = [(2 / 3) / (std + 1e-6), (-1 / 3) / (std + 1e-6), (-1 / 3) / (std + 1e-6), 0, 0, 0]
-    np.testing.assert_allclose(got.numpy(), want, rtol=1e-12)
-
-
-def test_equal_rewards_give_exactly_zero():
-    rewards = torch.full((7,), 0.1, dtype=torch.float32)
-    assert grpo_advantages(rewards, torch.zeros(7, dtype=torch.int64)).tolist() == [0.0] * 7
-
-
-def test_advantages_do_not_depend_on_the_order_of_samples():
-    torch.manual_seed(0)
-    rewards, groups = torch.rand(24, dtype=torch.float64), torch.arange(24) % 6
-    order = torch.randperm(24)
-    got = grpo_advantages(rewards[order], groups[order])
-    torch.testing.assert_close(got, grpo_advantages(rewards, groups)[order], rtol=1e-12, atol=0)
-
-
-def test_group_of_one_and_non_finite_rewards_are_refused():
-    with pytest.raises(ValueError, match="single sample"):
-        grpo_advantages(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 1]))
-    with pytest.raises(ValueError, match="NaN"):
-        grpo_advantages(torch.tensor([1.0, math.nan]), torch.tensor([0, 0]))
+from fp8rl.learner.validity import LogprobError, judge
+from fp8rl.recipe.objective import InvalidLogprobs
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.4])
@@ -77,127 +45,51 @@ def test_bad_rollout_logprob_is_an_error_never_zero(bad):
         make_batch([[1]], [[]], [[]])
 
 
-def test_truncated_importance_weights_by_hand():
-    p = torch.tensor([[0.0, -1.0, -1.0, 30.0]])
-    g = torch.tensor([[-0.1, -1.5, 0.0, -30.0]])
-    got = importance_weights(p, g, Correction(truncate=1.5))
-    want = [math.exp(0.1), 1.5, math.exp(-1), 1.5]
-    np.testing.assert_allclose(got[0].numpy(), want, rtol=1e-6)
-    off = importance_weights(p, g, Correction(mode=CorrectionMode.OFF))
-    assert off.tolist() == [[1.0] * 4]
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, None])
+def test_invalid_samples_are_kept_as_such_where_the_recipe_has_a_rule(bad):
+    """Sample 1 has one bad token of two, sample 2 one log-prob too few."""
+    prompts, answers = [[1]] * 4, [[2, 3]] * 4
+    logprobs = [[-1.0, -2.0], [bad, -2.0], [-1.0], [-1.0, -1.0]]
+    with pytest.raises(LogprobError):
+        make_batch(prompts, answers, logprobs)
+    for rule in (InvalidLogprobs.DROP, InvalidLogprobs.NEUTRAL):
+        batch = make_batch(prompts, answers, logprobs, rule)
+        assert not (batch.g[1:3] == 0).any()
+        found = judge(batch.g, batch.mask, rule)
+        assert (found.tokens, found.samples) == (3, 2)
+        dropped = rule is InvalidLogprobs.DROP
+        assert found.kept.tolist() == [True, not dropped, not dropped, True]
+        assert found.neutral.tolist() == [False, not dropped, not dropped, False]
 
 
-def loss_oracle(c, p, advantages, w, mask, tokens, low, high):
-    total = 0.0
-    for b in range(c.shape[0]):
-        for t in range(c.shape[1]):
-            if mask[b, t]:
-                r = math.exp(c[b, t] - p[b, t])
-                a = advantages[b]
-                total += w[b, t] * min(r * a, min(max(r, 1 - low), 1 + high) * a)
-    return -total / tokens
+def test_padding_is_not_judged_and_good_samples_have_nothing_to_count():
+    g = torch.tensor([[-1.0, math.nan], [-2.0, -3.0]])
+    mask = torch.tensor([[True, False], [True, True]])
+    for rule in InvalidLogprobs:
+        found = judge(g, mask, rule)
+        assert (found.tokens, found.samples) == (0, 0)
+        assert found.kept.all()
+        assert not found.neutral.any()
 
 
-def random_loss_inputs(seed=0, rows=4, columns=6):
-    g = torch.Generator().manual_seed(seed)
-    c = -torch.rand(rows, columns, generator=g, dtype=torch.float64) * 3
-    p = c + torch.randn(rows, columns, generator=g, dtype=torch.float64) * 0.3
-    mask = torch.rand(rows, columns, generator=g) > 0.3
-    advantages = torch.randn(rows, generator=g, dtype=torch.float64)
-    w = torch.rand(rows, columns, generator=g, dtype=torch.float64) * 2
-    return c, p, advantages, w, mask
+def test_entropy_carries_a_gradient_only_where_it_is_asked_for():
+    logits = torch.randn(1, 3, 5, dtype=torch.float64, requires_grad=True)
+    tokens = torch.tensor([[0, 1, 2]])
+    assert not token_logprobs(logits, tokens, 1.0)[1].requires_grad
+    _, entropy = token_logprobs(logits, tokens, 1.0, entropy_gradient=True)
+    entropy.sum().backward()
+    p = logits.detach()[0, 0].softmax(-1)
+    want = -p * (p.log() - (p * p.log()).sum())
+    torch.testing.assert_close(logits.grad[0, 0], want, rtol=1e-5, atol=1e-7)
 
 
-def test_loss_equals_oracle_and_gradient_equals_finite_differences():
-    c, p, advantages, w, mask = random_loss_inputs()
-    tokens = int(mask.sum())
-    c.requires_grad_()
-    options = {"tokens": tokens, "clip_low": 0.2, "clip_high": 0.3}
-    out = clipped_policy_loss(c, p, advantages, w, mask, **options)
-    want = loss_oracle(
-        c.detach().numpy(), p.numpy(), advantages.numpy(), w.numpy(), mask.numpy(), tokens, 0.2, 0.3
-    )
-    assert out.loss.item() == pytest.approx(want, rel=1e-12)
-    assert int(out.clipped) > 0
-    assert torch.autograd.gradcheck(
-        lambda x: clipped_policy_loss(x, p, advantages, w, mask, **options).loss, (c,)
-    )
-
-
-def test_gradient_does_not_depend_on_micro_batches_or_padding():
-    c, p, advantages, w, mask = random_loss_inputs(rows=6)
-    tokens = int(mask.sum())
-    options = {"tokens": tokens, "clip_low": 0.2, "clip_high": 0.2}
-    whole = c.clone().requires_grad_()
-    clipped_policy_loss(whole, p, advantages, w, mask, **options).loss.backward()
-    parts = c.clone().requires_grad_()
-    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
-        clipped_policy_loss(
-            parts[rows], p[rows], advantages[rows], w[rows], mask[rows], **options
-        ).loss.backward()
-    torch.testing.assert_close(whole.grad, parts.grad, rtol=1e-12, atol=0)
-
-    def pad(x):
-        return torch.nn.functional.pad(x, (0, 3))
-
-    wide = pad(c).requires_grad_()
-    clipped_policy_loss(wide, pad(p), advantages, pad(w), pad(mask), **options).loss.backward()
-    torch.testing.assert_close(wide.grad[:, :6], whole.grad, rtol=1e-12, atol=0)
-
-
-def test_nan_outside_the_mask_does_not_reach_the_loss():
-    c, p, advantages, w, mask = random_loss_inputs()
-    clean = clipped_policy_loss(c, p, advantages, w, mask, tokens=9, clip_low=0.2, clip_high=0.2)
-    c = torch.where(mask, c, math.nan)
-    dirty = clipped_policy_loss(c, p, advantages, w, mask, tokens=9, clip_low=0.2, clip_high=0.2)
-    assert torch.equal(clean.loss, dirty.loss)
-
-
-def test_mismatch_panel_equals_a_float64_oracle():
-    generator = np.random.default_rng(0)
-    g = -generator.random((5, 9)) * 3
-    p = g + generator.normal(size=(5, 9)) * 0.2
-    mask = generator.random((5, 9)) > 0.4
-    panel = mismatch_panel(
-        torch.from_numpy(g).float(), torch.from_numpy(p).float(), torch.from_numpy(mask), truncate=1.2
-    )
-    g, p = g.astype(np.float32).astype(np.float64), p.astype(np.float32).astype(np.float64)
-    gt, pt = g[mask], p[mask]
-    ratio = np.exp(pt - gt)
-    m = np.log((np.exp(pt) + np.exp(gt)) / 2)
-    k3 = lambda x: np.exp(x) - 1 - x  # noqa: E731
-    rows = [np.mean((g - p)[b][mask[b]]) for b in range(5)]
-    want = {
-        "token_mult_prob_error": np.mean(np.exp(np.abs(gt - pt))),
-        "token_mult_prob_error_p50": np.quantile(np.exp(np.abs(gt - pt)), 0.5),
-        "token_mult_prob_error_p99": np.quantile(np.exp(np.abs(gt - pt)), 0.99),
-        "token_mult_prob_error_max": np.exp(np.abs(gt - pt)).max(),
-        "kl_k1": np.mean(gt - pt),
-        "kl_k3": np.mean(k3(pt - gt)),
-        "js_divergence": np.mean((k3(pt - m) + k3(gt - m)) / 2),
-        "ratio_mean": ratio.mean(),
-        "ratio_max": ratio.max(),
-        "ess": 1 / np.mean((ratio / ratio.mean()) ** 2),
-        "out_of_bounds": np.mean((ratio > 1.2) | (ratio < 1 / 1.2)),
-        "ppl_difference": np.mean(rows),
-        "nan_count": 0,
-    }
-    assert panel.keys() == want.keys()
-    for name, value in want.items():
-        assert panel[name] == pytest.approx(value, rel=1e-6, abs=1e-7), name
-
-
-def test_mismatch_is_one_for_equal_logprobs_and_nan_for_nan():
-    g = -torch.rand(2, 3)
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    panel = mismatch_panel(g, g.clone(), mask, truncate=2)
-    assert panel["token_mult_prob_error"] == 1.0
-    assert panel["kl_k3"] == panel["js_divergence"] == 0.0
-    assert panel["ess"] == 1.0
-    p = g.clone()
-    p[0, 0] = math.nan
-    panel = mismatch_panel(g, p, mask, truncate=2)
-    assert panel["nan_count"] == 1
-    assert math.isnan(panel["token_mult_prob_error"])
-    with pytest.raises(ValueError, match="no response token"):
-        mismatch_panel(g, p, ~mask, truncate=2)
+def test_log_prob_of_the_wrong_token_is_seen():
+    """A planted defect: the token at the position instead of the next one."""
+    torch.manual_seed(0)
+    logits = torch.randn(1, 5, 7)
+    tokens = torch.tensor([[0, 1, 2, 3, 4]])
+    logp, _ = token_logprobs(logits, tokens, 1.0)
+    shifted, _ = token_logprobs(logits, tokens.roll(1, 1), 1.0)
+    want = logits.log_softmax(-1)
+    assert logp[0].tolist() == [want[0, j, j + 1].item() for j in range(4)]
+    assert not torch.isclose(shifted, logp, atol=1e-3).any()

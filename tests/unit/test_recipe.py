@@ -19,6 +19,7 @@ from fp8rl.recipe.load import (
     to_yaml,
     with_overrides,
 )
+from fp8rl.recipe.objective import CorrectionMode
 from fp8rl.recipe.rules import (
     RecipeError,
     check,
@@ -29,7 +30,6 @@ from fp8rl.recipe.rules import (
 )
 from fp8rl.recipe.schema import (
     BestMode,
-    CorrectionMode,
     Device,
     Fp8Backend,
     Linear,
@@ -252,6 +252,42 @@ def violated(*overrides: str) -> dict[tuple[str, ...], str]:
         ),
         (["precision.backend=transformer_engine"], "precision.backend"),
         (["precision.kv_cache=fp8"], "precision.allow_fp8_kv_without_qk_norm"),
+        (["learner.loss=gspo"], "learner.aggregation"),
+        (["learner.loss=reinforce", "learner.updates=2"], "learner.updates"),
+        (["learner.overlong_buffer=9"], "learner.overlong_buffer"),
+        (["correction.bypass=true"], "correction.mode"),
+        (
+            ["correction.bypass=true", "learner.loss=reinforce", "correction.normalise=true"],
+            "correction.normalise",
+        ),
+        (["correction.normalise=true", "correction.mode=off"], "correction.normalise"),
+        (["correction.icepop=[1.5, 3]"], "correction.icepop"),
+        (["correction.icepop=[0.5, 0.9]"], "correction.icepop"),
+        (["correction.reject=[{by: k3, level: token, high: 1, low: 0.1}]"], "correction.reject"),
+        (["correction.reject=[{by: k1, level: sequence_max, high: 2}]"], "correction.reject"),
+        (["correction.reject=[{by: k1, level: token, high: 0.9}]"], "correction.reject"),
+        (["correction.reject=[{by: k1, level: token, high: 2, low: 1.1}]"], "correction.reject"),
+        (
+            [
+                "correction.reject=[{by: k2, level: token, high: 2}, {by: k2, level: token, high: 1}]",
+            ],
+            "correction.reject",
+        ),
+        (
+            [
+                *("precision.rollout=fp8", "learner.loss=reinforce"),
+                *("correction.bypass=true", "correction.mode=off"),
+            ],
+            "correction.mode",
+        ),
+        (
+            [
+                *("rollout.top_p=0.9", "correction.mode=off"),
+                "correction.reject=[{by: k2, level: token, high: 2}]",
+            ],
+            "rollout.top_p",
+        ),
+        (["rollout.top_k=5", "correction.mode=off", "correction.bypass=true"], "rollout.top_k"),
     ],
 )
 def test_each_bad_combination_is_refused_by_its_keys(overrides, key):
@@ -263,6 +299,17 @@ def test_each_bad_combination_is_refused_by_its_keys(overrides, key):
     [
         ["precision.rollout=fp8", "correction.mode=off", "correction.allow_off_with_fp8=true"],
         ["rollout.top_p=0.9", "correction.mode=off"],
+        ["learner.loss=gspo", "learner.aggregation=sequence_mean_token_mean"],
+        ["learner.loss=reinforce"],
+        ["learner.loss=reinforce", "learner.updates=2", "correction.bypass=true"],
+        ["learner.overlong_buffer=8"],
+        ["precision.rollout=fp8", "correction.mode=off", "correction.bypass=true"],
+        [
+            "precision.rollout=fp8",
+            "correction.mode=off",
+            "correction.reject=[{by: k1, level: sequence_mean, high: 1.001, low: 0.999}]",
+        ],
+        ["correction.normalise=true", "correction.bound=icepop", "correction.mode=sequence"],
         ["precision.rollout=fp8", "precision.exclude=['*.down_proj', '*.2.*']"],
     ],
 )
@@ -279,6 +326,37 @@ def test_fp8_kv_needs_a_word_only_where_the_model_has_no_qk_norm():
     assert check(recipe, replace(dims, qk_norm=True)) == []
     allowed = with_overrides(recipe, ["precision.allow_fp8_kv_without_qk_norm=true"])
     assert check(allowed, dims) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["learner.dual_clip=3", "learner.loss=cispo"], "learner.dual_clip has no effect"),
+        (["learner.aggregation_length=9"], "learner.aggregation_length has no effect"),
+        (["correction.truncate_low=0.5", "correction.mode=off"], "correction.bound and its limits"),
+        (["correction.truncate_low=0.5", "correction.bound=icepop"], "correction.truncate_low has no"),
+        (["learner.loss=gspo", "learner.clip_low=0.0003"], "its paper clips at 3e-4"),
+    ],
+)
+def test_choices_of_the_objective_without_effect_are_told(overrides, text):
+    assert any(text in line for line in warnings(load_recipe(TINY / "bf16.yaml", overrides).recipe))
+    assert warnings(load_recipe(TINY / "bf16.yaml").recipe) == []
+
+
+def test_rejection_rules_are_written_as_a_list_and_read_back(tmp_path):
+    rules = (
+        "correction.reject=[{by: k1, level: token, high: 2}, {by: k3, level: sequence_mean, high: 0.1}]"
+    )
+    recipe = load_recipe(TINY / "bf16.yaml", [rules]).recipe
+    assert [(r.by, r.level, r.high, r.low) for r in recipe.correction.reject] == [
+        ("k1", "token", 2.0, None),
+        ("k3", "sequence_mean", 0.1, None),
+    ]
+    again = load_recipe(write(tmp_path, "r.yaml", to_yaml(recipe))).recipe
+    assert again == recipe
+    assert "sequence_mean" in flatten(recipe)["correction.reject"]
+    with pytest.raises(RecipeError, match=r"correction\.reject\.0\.hihg"):
+        load_recipe(TINY / "bf16.yaml", ["correction.reject=[{by: k1, level: token, hihg: 2}]"])
 
 
 def test_two_models_are_refused_before_either_is_looked_for():

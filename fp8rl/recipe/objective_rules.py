@@ -1,0 +1,129 @@
+"""Which choices of the objective go together; `rules.py` asks."""
+
+from collections.abc import Iterator
+
+from fp8rl.recipe.objective import (
+    Aggregation,
+    Bound,
+    CorrectionMode,
+    Estimator,
+    Level,
+    LossKind,
+    Rejection,
+)
+from fp8rl.recipe.schema import Recipe
+
+Problem = tuple[tuple[str, ...], str]
+
+
+def compares_logprobs(recipe: Recipe) -> bool:
+    """Whether training corrects for log-probs that differ between rollout and learner: by weights, by
+    rejection, or by a loss whose own ratio is over the rollout's."""
+    correction = recipe.correction
+    by_ratio = correction.bypass and recipe.learner.loss is not LossKind.REINFORCE
+    return correction.mode is not CorrectionMode.OFF or bool(correction.reject) or by_ratio
+
+
+def objective_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Recipe keys at fault, and why, and what to do."""
+    yield from _loss(recipe)
+    yield from _correction(recipe)
+    yield from _rejection(recipe.correction.reject)
+
+
+def _loss(recipe: Recipe) -> Iterator[Problem]:
+    learner = recipe.learner
+    per_sequence = Aggregation.SEQUENCE_MEAN_TOKEN_MEAN
+    if learner.loss is LossKind.GSPO and learner.aggregation is not per_sequence:
+        yield (
+            ("learner.loss", "learner.aggregation"),
+            "GSPO's ratio belongs to a sequence, and its gradient is right only for a mean over "
+            f"sequences. Set learner.aggregation={per_sequence}",
+        )
+    if learner.loss is LossKind.REINFORCE and learner.updates > 1 and not recipe.correction.bypass:
+        yield (
+            ("learner.loss", "learner.updates", "correction.bypass"),
+            "plain REINFORCE has no ratio, so the second update would train on samples of other "
+            "weights. Set learner.updates=1, or correction.bypass=true: its weights follow the learner",
+        )
+    if learner.overlong_buffer > recipe.rollout.max_new_tokens:
+        yield (
+            ("learner.overlong_buffer", "rollout.max_new_tokens"),
+            f"a buffer of {learner.overlong_buffer} tokens in responses of at most "
+            f"{recipe.rollout.max_new_tokens}. Make it smaller",
+        )
+
+
+def _correction(recipe: Recipe) -> Iterator[Problem]:
+    correction = recipe.correction
+    weighted = correction.mode is not CorrectionMode.OFF
+    if correction.bypass and weighted and recipe.learner.loss is not LossKind.REINFORCE:
+        yield (
+            ("correction.bypass", "correction.mode"),
+            "with bypass the loss's own ratio is over the rollout's log-probs; weights would count the "
+            "difference twice. Set correction.mode=off, or learner.loss=reinforce",
+        )
+    if correction.normalise and correction.bypass:
+        yield (
+            ("correction.normalise", "correction.bypass"),
+            "with bypass the weights change with every update, and their mean over the batch is not "
+            "known before it is trained on. Set one of them to false",
+        )
+    if correction.normalise and not weighted:
+        yield (
+            ("correction.normalise", "correction.mode"),
+            "there are no weights to normalise. Set correction.normalise=false, or another mode",
+        )
+    low, high = correction.icepop
+    if not low < 1 < high:
+        yield (
+            ("correction.icepop",),
+            f"[{low}, {high}] leaves out 1, the ratio of perfect agreement",
+        )
+
+
+def _rejection(rules: tuple[Rejection, ...]) -> Iterator[Problem]:
+    key = ("correction.reject",)
+    seen = set()
+    for rule in rules:
+        name = f"{rule.by} at level {rule.level}"
+        if (rule.by, rule.level) in seen:
+            yield key, f"{name} stands there twice. Keep the narrower one"
+        seen.add((rule.by, rule.level))
+        if rule.by is not Estimator.K1:
+            if rule.low is not None:
+                yield key, f"{name} has an upper bound only. Leave low out"
+            continue
+        if rule.level is Level.SEQUENCE_MAX:
+            yield key, f"{name} is not defined: k1 has a sign. Take k2 or k3 there"
+        low = 1 / rule.high if rule.low is None else rule.low
+        if not low < 1 < rule.high:
+            yield key, f"{name}: [{low:g}, {rule.high:g}] leaves out 1, the ratio of perfect agreement"
+
+
+def objective_warnings(recipe: Recipe) -> list[str]:
+    """What is allowed and has no effect, or an unusual one."""
+    learner, correction = recipe.learner, recipe.correction
+    found = []
+    if learner.dual_clip is not None and learner.loss not in (LossKind.CLIPPED, LossKind.GSPO):
+        found.append(f"learner.dual_clip has no effect: learner.loss={learner.loss} is not clipped so")
+    fixed = learner.aggregation is Aggregation.CONSTANT_LENGTH
+    if learner.aggregation_length is not None and not fixed:
+        found.append(
+            "learner.aggregation_length has no effect: only aggregation=constant_length has it"
+        )
+    bounds = correction.truncate_low is not None or correction.bound is Bound.ICEPOP
+    if bounds and correction.mode is CorrectionMode.OFF:
+        found.append(
+            "correction.bound and its limits have no effect: correction.mode=off has no weights"
+        )
+    elif correction.truncate_low is not None and correction.bound is Bound.ICEPOP:
+        found.append(
+            "correction.truncate_low has no effect: correction.bound=icepop has its own limits"
+        )
+    if learner.loss is LossKind.GSPO and max(learner.clip_low, learner.clip_high) > 0.05:
+        found.append(
+            f"learner.clip_low={learner.clip_low}, clip_high={learner.clip_high}: GSPO's ratio is a "
+            "mean over the sequence and hardly leaves 1; its paper clips at 3e-4 and 4e-4"
+        )
+    return found
