@@ -145,8 +145,10 @@ def iteration_parts(folder: Path) -> dict[str, float]:
     from transformers import AutoTokenizer
 
     from benchmarks.measure import Bench
+    from fp8rl.data.calibration import choose
     from fp8rl.data.prepare import iteration_prompts
     from fp8rl.learner.advantage import grpo_advantages
+    from fp8rl.learner.batch import make_batch
     from fp8rl.model.source import model_folder
     from fp8rl.reward.score import score_all
 
@@ -178,7 +180,11 @@ def iteration_parts(folder: Path) -> dict[str, float]:
         bench.learner.publish(folder / f"w{version + 1}", version=version + 1)
         bench.engine.load_weights(folder / f"w{version + 1}", version + 1)
         note("requantize")
-        scales = bench.learner.calibrate_kv(batch, version=version + 1, source="benchmark")
+        chosen = choose(ids.tolist(), batch.lengths.tolist(), recipe.precision.kv_tokens)
+        seen = make_batch(
+            [bench.requests[i].prompt for i in chosen], [completions[i].tokens for i in chosen]
+        )
+        scales = bench.learner.calibrate_kv(seen, version=version + 1, source="benchmark")
         bench.engine.apply_kv_scales(scales)
         note("recalibrate_kv")
     return {part: median(seconds[1:]) for part, seconds in parts.items()}
