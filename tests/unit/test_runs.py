@@ -367,7 +367,7 @@ def test_list_of_runs_says_how_far_they_got_and_what_resumes_them(stopped, tmp_p
     for name in ("run.json", ".run.json.copy"):
         replace_file(broken.folder / name, b"?")
     _, lock = new(runs, "living", started="2026-04-01T00:00:00+00:00")
-    console = Console(width=300, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(width=600, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     list_runs(runs, console)
     lock.release()
     rows = {
