@@ -123,20 +123,35 @@ class LearnerActor:
         return {"digest": manifest.digest, "bytes": manifest.size}
 
     def begin_send(self, folder: Path, version: int) -> str:
-        """Makes ready to send the published `version`; its manifest (JSON)."""
+        """Makes ready to send the published `version`; its manifest (JSON).
+
+        Raises SyncError where what was published is damaged by now: publishing again can help.
+        """
         from fp8rl.device import resolve
+        from fp8rl.model.manifest import PublishedWeightsError
+        from fp8rl.sync.errors import SyncError
         from fp8rl.sync.sender import Sender
 
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
         recipe = self.learner.recipe
-        self._sender = Sender(folder, version, recipe.sync.bucket_mib * 2**20)
         self._transport = resolve(recipe).load("transport")()
+        if self._transport.meets:
+            raise NotImplementedError("a transport where both sides must meet is not wired up yet")
+        try:
+            self._sender = Sender(folder, version, recipe.sync.bucket_mib * 2**20)
+        except PublishedWeightsError as error:
+            raise SyncError(str(error)) from error
         return self._sender.manifest.to_json()
 
     def send(self, version: int, bucket: int) -> Any:
         """The transport's ticket of a bucket."""
         from fp8rl import faults
+        from fp8rl.sync.errors import SyncError
 
-        assert self._sender is not None
+        if self._sender is None or self._sender.manifest.version != version:
+            raise SyncError(f"the learner did not begin to send weight version {version}")
         faults.point(f"learner:send:{version}:{bucket}")
         return self._transport.send(self._sender.payload(bucket))
 
@@ -271,10 +286,8 @@ class EngineActor:
 
     def calibrate_kv(self, iteration: int) -> str:
         """KV scales (JSON) of weight version `iteration`, over its `calibration_set`."""
-        from fp8rl import faults
         from fp8rl.data.calibration import calibration_set
 
-        faults.point(f"engine:calibrate:{iteration}:middle")
         chosen = calibration_set(self.context, iteration)
         return self.engine.calibrate_kv(
             [p + r for p, r in zip(chosen.prompts, chosen.responses, strict=True)],

@@ -17,6 +17,7 @@ from fp8rl import checkpoints, progress
 from fp8rl.context import RunContext
 from fp8rl.device import resolve
 from fp8rl.recipe.schema import Device, Linear
+from fp8rl.sync.errors import SyncError
 from fp8rl.sync.probe import Scores, scores_digest
 from tasks.causes import first_line
 from tasks.inputs import masters_digest
@@ -162,12 +163,17 @@ async def _give(
 
 
 async def _scores_as_recorded(context: RunContext, actor: Any, version: int) -> bool:
-    """Whether the engine's scores of the probe are those recorded; true where none are, or no bits
-    repeat on this device."""
+    """Whether the engine's scores of the probe are those recorded.
+
+    True where none are, where the recipe asks for other tokens by now, and where bits do not repeat on
+    this device.
+    """
     recorded = context.journal.record(version, "recalibrate_kv").output.get("probe")
     if recorded is None or resolve(context.recipe).device is not Device.CPU:
         return True
     scores: Scores = await wait(actor.score_probe.remote(version))
+    if sum(map(len, scores)) != recorded["tokens"]:
+        return True
     return scores_digest(scores) == recorded["digest"]
 
 
@@ -186,7 +192,9 @@ async def load_published(context: RunContext, engine: Any, version: int, recorde
     published = await wait(learner.publish.remote(folder, version))
     require_digest(version, published["digest"], recorded)
     loaded = await wait(engine.load_weights.remote(folder, version))
-    require_digest(version, loaded.get("digest", loaded.get("fault")), recorded)
+    if "fault" in loaded:
+        raise SyncError(loaded["fault"])
+    require_digest(version, loaded["digest"], recorded)
 
 
 def require_digest(version: int, found: str, recorded: str) -> None:

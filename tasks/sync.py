@@ -36,7 +36,7 @@ async def _send(context: RunContext, learner: Any, engine: Any, version: int) ->
     taken = None
     for index in range(buckets):
         sent = learner.send.remote(version, index)
-        await wait_only(sent)
+        await until_there(sent)
         if taken is not None:
             await wait(taken)
         taken = engine.receive.remote(index, sent)
@@ -46,8 +46,11 @@ async def _send(context: RunContext, learner: Any, engine: Any, version: int) ->
     return digest
 
 
-async def wait_only(ref: Any) -> None:
-    """Waits for a Ray reference without fetching its value; raises what the call raised."""
+async def until_there(ref: Any) -> None:
+    """Waits until a call has ended, without fetching its value.
+
+    One that failed fails the call that takes its value: here, the engine's.
+    """
     import ray
 
     while not ray.wait([ref], timeout=0, fetch_local=False)[0]:

@@ -63,11 +63,6 @@ class PolicyLoss:
     ratio_sum: float
     ratio_max: float
 
-    @property
-    def clipped(self) -> int:
-        """Tokens whose ratio was clipped below or above."""
-        return self.clipped_low + self.clipped_high
-
     def with_loss(self, loss: Tensor) -> "PolicyLoss":
         """The same with another term in the loss."""
         return replace(self, loss=loss)

@@ -83,6 +83,9 @@ def write_published(
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise disk_error(error, folder / WEIGHTS_FILE) from error
+    except Exception:
+        temporary.unlink(missing_ok=True)
+        raise
     temporary.replace(folder / WEIGHTS_FILE)
     manifest = manifest_of(version, {spec.name: spec for spec in specs}, digests)
     manifest.require_pairs()

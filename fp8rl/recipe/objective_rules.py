@@ -40,11 +40,14 @@ def _loss(recipe: Recipe) -> Iterator[Problem]:
             "GSPO's ratio belongs to a sequence, and its gradient is right only for a mean over "
             f"sequences. Set learner.aggregation={per_sequence}",
         )
-    if learner.loss is LossKind.REINFORCE and learner.updates > 1 and not recipe.correction.bypass:
+    correction = recipe.correction
+    weighted = correction.bypass and correction.mode is not CorrectionMode.OFF
+    if learner.loss is LossKind.REINFORCE and learner.updates > 1 and not weighted:
         yield (
             ("learner.loss", "learner.updates", "correction.bypass"),
             "plain REINFORCE has no ratio, so the second update would train on samples of other "
-            "weights. Set learner.updates=1, or correction.bypass=true: its weights follow the learner",
+            "weights. Set learner.updates=1, or correction.bypass=true with a correction.mode: its "
+            "weights follow the learner",
         )
     if learner.overlong_buffer > recipe.rollout.max_new_tokens:
         yield (

@@ -46,6 +46,10 @@ class CudaEngine(Engine):
 
         return CudaWeights(model, self.dims)
 
+    def _hook_kv_writes(self, _model: Any) -> Any:
+        """None: a CUDA graph would go past a Python hook, and vLLM's kernels there round to nearest."""
+        return None
+
     def sleep(self) -> None:
         """Gives up weights and KV cache. What the engine held no longer counts."""
         self.version = self.kv_version = None

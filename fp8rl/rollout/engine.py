@@ -132,10 +132,10 @@ class Engine:
     def take_kv_counts(self) -> dict[str, list[int]]:
         """What was written to the KV cache since the last call, by layer (`KvWrites.take`).
 
-        Raises EngineStateError for a BF16 cache, which holds every element.
+        Raises EngineStateError for a BF16 cache, which holds every element, and on CUDA.
         """
         if self._kv_writes is None:
-            raise EngineStateError("the KV cache of this engine is BF16: nothing is counted")
+            raise EngineStateError("this engine counts nothing: its KV cache is BF16, or on CUDA")
         counts: dict[str, list[int]] = self._kv_writes.take()
         return counts
 
@@ -165,8 +165,8 @@ class Engine:
     def finish_sync(self) -> str:
         """Checks that all is in, reads some of it back, and lets the engine generate with it again.
 
-        Returns the manifest's digest. Raises SyncError naming what is missing, ProofError naming what
-        the engine holds or computes otherwise; it stays dirty then.
+        Returns the manifest's digest. Raises SyncError naming what is missing, ReadBackError naming
+        what the engine holds or computes otherwise; it stays dirty then.
         """
         if self._receiver is None:
             raise SyncError("no sync was begun, or it failed")
@@ -197,13 +197,14 @@ class Engine:
 
     def prove(self, count: int | None) -> dict[str, int]:
         """Reads `count` tensors (all where None) back from the live engine and compares the products of
-        the linears among them; see `proof`. Returns how many of each. Raises ProofError.
+        the linears among them; see `proof`. Returns how many of each. Raises ReadBackError.
         """
         from fp8rl.rollout import proof
 
         names = proof.sample_names(self._manifest, count)
         proof.read_back(self.weights, self._manifest, names)
-        return {"tensors": len(names), "products": proof.check_products(self.weights, names)}
+        products = proof.check_products(self.weights, names, self._manifest.version)
+        return {"tensors": len(names), "products": products}
 
     def apply_kv_scales(self, scales: KvScales) -> list[LayerScales]:
         """Sets the KV scales of the weights held and returns those read back from the engine."""

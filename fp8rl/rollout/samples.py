@@ -1,5 +1,6 @@
 """The table of an iteration's samples: made in chunks, joined, and summed up."""
 
+import math
 from typing import Any
 
 from fp8rl.rollout.pressure import Pressure, combine
@@ -15,7 +16,8 @@ def join(chunks: list[Columns]) -> Columns:
 def rollout_metrics(columns: Columns, seconds: float, pressures: list[Pressure]) -> dict[str, float]:
     """Metrics of a whole rollout. seconds: generation time of all its chunks; pressures: of each."""
     lengths = [len(tokens) for tokens in columns["tokens"]]
-    logprobs = [value for row in columns["logprobs"] for value in row]
+    # What is not finite is counted by the learner's rule for it (correction.invalid).
+    logprobs = [value for row in columns["logprobs"] for value in row if math.isfinite(value)]
     cut_off = sum(reason == "length" for reason in columns["finish_reason"])
     return {
         "rollout/response_length_mean": sum(lengths) / len(lengths),

@@ -8,5 +8,9 @@ class SyncError(RuntimeError):
     """
 
 
+class ReadBackError(SyncError):
+    """The engine does not hold, or not compute with, what it was sent: the text names the tensors."""
+
+
 class ProofError(RuntimeError):
-    """The engine does not hold, or not compute with, what it was sent: the text says what differs."""
+    """Engine and learner differ by more than the arm's precision explains: the text says how much."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 
 class Transport(Protocol):
-    """meets: sender and receiver must call at the same time (a collective operation)."""
+    """meets: sender and receiver must call at the same time (a collective operation). The steps do not
+    do that yet."""
 
     meets: bool
 

@@ -20,13 +20,14 @@ from fp8rl.rollout.engine import Engine, EngineStateError
 from fp8rl.sync.errors import ProofError, SyncError
 from fp8rl.sync.sender import Sender
 from tests.contract.pairs import ARMS, Pair
-from tests.models import publish, random_weights
+from tests.models import RAGGED, publish, random_weights
 
 pytestmark = pytest.mark.engine
 
 REFUSALS = (SyncError, ProofError, PublishedWeightsError, EngineStateError, KvScalesError)
 UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"
 GATE = "model.layers.0.mlp.gate_proj.weight"
+LR = 2e-5
 LIMIT = 100_000  # bytes of a bucket: several for the small model, and tensors cut in two
 
 
@@ -38,7 +39,7 @@ class Bench:
         self.engine = self.pair.engine
         pair.sync(pair.new_learner(), 0)
         self.learner = pair.new_learner()
-        self.learner.model.load(random_weights_of_version_1())
+        self.learner.model.load(one_step_later())
         self.learner.version = 1
         self.folder = folder / "v1"
         self.learner.publish(self.folder, version=1)
@@ -98,10 +99,14 @@ class Bench:
         )
 
 
-def random_weights_of_version_1() -> dict[str, torch.Tensor]:
-    from tests.models import RAGGED
-
-    return random_weights(RAGGED, seed=7)
+def one_step_later() -> dict[str, torch.Tensor]:
+    """The weights of version 0 after a step of Adam's size: what differs from them as little as two
+    versions ever do."""
+    generator = torch.Generator().manual_seed(7)
+    return {
+        name: weight + LR * torch.randn(weight.shape, generator=generator).sign()
+        for name, weight in random_weights(RAGGED).items()
+    }
 
 
 # --- the faults: each is given the bench and does its worst

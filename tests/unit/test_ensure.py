@@ -58,7 +58,7 @@ class Made:
 
 def engine(monkeypatch, scores, *, probe=True, status=None, scales=True):
     made = Made(monkeypatch, scores, status)
-    recorded = {"probe": {"digest": scores_digest(RIGHT)}} if probe else {}
+    recorded = {"probe": {"digest": scores_digest(RIGHT), "tokens": 2}} if probe else {}
     context = SimpleNamespace(journal=Journal(recorded), recipe=Recipe(), origin=0)
     actor = asyncio.run(ensure.ensure_engine(context, 3, scales=scales))
     assert actor.number == made.count - 1
@@ -88,3 +88,8 @@ def test_nothing_is_asked_of_one_that_was_given_nothing_or_is_not_whole(monkeypa
     assert engine(monkeypatch, [ODD], status={"version": 3, "kv_version": 3}).count == 1
     assert engine(monkeypatch, [ODD], scales=False).count == 1
     assert engine(monkeypatch, [ODD], probe=False).count == 1
+
+
+def test_scores_of_other_tokens_than_recorded_are_not_compared(monkeypatch):
+    """sync.probe_prompts may be changed when a run is resumed."""
+    assert engine(monkeypatch, [[[-1.0, -2.0], [-3.0]]]).count == 1

@@ -254,6 +254,13 @@ def violated(*overrides: str) -> dict[tuple[str, ...], str]:
         (["precision.kv_cache=fp8"], "precision.allow_fp8_kv_without_qk_norm"),
         (["learner.loss=gspo"], "learner.aggregation"),
         (["learner.loss=reinforce", "learner.updates=2"], "learner.updates"),
+        (
+            [
+                *("learner.loss=reinforce", "learner.updates=2"),
+                *("correction.bypass=true", "correction.mode=off"),
+            ],
+            "learner.updates",
+        ),
         (["learner.overlong_buffer=9"], "learner.overlong_buffer"),
         (["correction.bypass=true"], "correction.mode"),
         (
