@@ -5,6 +5,10 @@ is committed, and resumed. Three training steps are replayed over the journalled
 the replay beside the train time that was recorded and beside the time that repeating the lost
 iterations would take, the tokens that were generated again (none), and the start-up by part.
 
+The engine starts while training is replayed, and the two share the cores, so the replay's own time has
+some of the start-up in it. What the kill cost is therefore the whole time to the first new step less
+that of a resume with nothing to replay: cost_over_recorded_train.
+
 On a CPU training weighs more beside generation than on GPUs: the ratio is of this machine.
 """
 
@@ -59,9 +63,14 @@ def measure(folder: Path) -> dict[str, Any]:
     rollouts = {n: run.journal.record(n, "rollout") for n in range(1, KILLED_IN + 1)}
     if _call(log, "resume", "bench", "--runs-dir", str(runs), f"stop.after_iteration={KILLED_IN}"):
         raise RuntimeError(f"the resume failed:\n{log.read_text()[-3000:]}")
+    start, new_step = run.attempts()[-1]["start_s"], run.attempts()[-1]["first_new_step"]
+    if _call(log, "resume", "bench", "--runs-dir", str(runs), "stop.after_iteration=null"):
+        raise RuntimeError(f"the second resume failed:\n{log.read_text()[-3000:]}")
+    start_up = run.attempts()[-1]["start_s"]
+    if start_up["replay"] > 1:
+        raise RuntimeError(f"the second resume had something to replay: {start_up}")
     again = [n for n, was in rollouts.items() if run.journal.record(n, "rollout") != was]
     tokens = sum(run.journal.record(n, "rollout").output["generated_tokens"] for n in again)
-    start = run.attempts()[-1]["start_s"]
     recorded_train = sum(r.seconds for r in lost if r.step == "train")
     repeating = sum(r.seconds for r in lost)
     return {
@@ -69,11 +78,13 @@ def measure(folder: Path) -> dict[str, Any]:
         "replay_s": start["replay"],
         "recorded_train_s": recorded_train,
         "replay_over_recorded_train": start["replay"] / recorded_train,
+        "start_up_without_replay_s": start_up["total"],
+        "cost_over_recorded_train": (start["total"] - start_up["total"]) / recorded_train,
         "repeating_lost_iterations_s": repeating,
         "replay_over_repeating": start["replay"] / repeating,
         "tokens_generated_again": tokens,
         "from_command_to_first_new_step_s": start,
-        "first_new_step": run.attempts()[-1]["first_new_step"],
+        "first_new_step": new_step,
     }
 
 
