@@ -23,7 +23,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from vllm import SamplingParams
 
 from benchmarks import record
 from benchmarks.measure import model_with_weights
@@ -192,15 +191,8 @@ class Bench:
 
 def given_logprobs(engine: Engine, tokens: Tokens) -> list[list[float]]:
     """The engine's log-probs of the responses, fed to it: its K and V go through the cache."""
-    assert engine.llm.reset_prefix_cache()
-    asked = [{"prompt_token_ids": s} for s in tokens.sequences]
-    parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    outputs = engine.llm.generate(asked, parameters, use_tqdm=False)
-    found = []
-    for output, prompt, response in zip(outputs, tokens.prompts, tokens.responses, strict=True):
-        entries = output.prompt_logprobs[len(prompt) :]
-        found.append([entry[t].logprob for entry, t in zip(entries, response, strict=True)])
-    return found
+    rows = engine.score(tokens.sequences, version=0)
+    return [row[len(prompt) - 1 :] for row, prompt in zip(rows, tokens.prompts, strict=True)]
 
 
 def errors(batch: Batch, p: Tensor) -> tuple[np.ndarray, np.ndarray]:

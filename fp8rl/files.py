@@ -48,8 +48,11 @@ def from_sealed(content: bytes) -> dict[str, Any]:
 
 
 @contextmanager
-def _beside(path: Path) -> Iterator[Path]:
-    """A path to write to, which then takes the place of `path`; removed where that fails."""
+def beside(path: Path) -> Iterator[Path]:
+    """A path to write to, which then takes the place of `path`; removed where that fails.
+
+    Raises DiskFullError where there was no room; what was there before is intact then.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +61,7 @@ def _beside(path: Path) -> Iterator[Path]:
         fsync_file(temporary)
         temporary.replace(path)
         fsync_folder(path.parent)
-    except OSError as error:
+    except Exception as error:
         with contextlib.suppress(OSError):  # the first error is the one to tell
             temporary.unlink(missing_ok=True)
         told = disk_error(error, path)
@@ -72,7 +75,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
     Raises DiskFullError naming the file where there is no room; its old content is intact then.
     """
-    with _beside(path) as temporary:
+    with beside(path) as temporary:
         temporary.write_bytes(content)
 
 
@@ -102,7 +105,7 @@ def copy_atomic(source: Path, target: Path) -> None:
 
     Raises DiskFullError as `write_atomic`.
     """
-    with _beside(target) as temporary:
+    with beside(target) as temporary:
         shutil.copyfile(source, temporary)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def _k3(log_ratio: Tensor) -> Tensor:
+def k3(log_ratio: Tensor) -> Tensor:
     """exp(x) - 1 - x: the low-variance, non-negative KL estimator (Schulman, 2020)."""
     return torch.expm1(log_ratio) - log_ratio
 
@@ -72,7 +72,7 @@ def mismatch_panel(
     gap = (g - p).double()
     gap = torch.where(torch.isfinite(gap), gap, math.nan)
     per_sequence = torch.where(mask, gap, 0.0).sum(1)[rows] / counts[rows]
-    js = (_k3(p_T - log_mean) + _k3(g_T - log_mean)) / 2
+    js = (k3(p_T - log_mean) + k3(g_T - log_mean)) / 2
     probability = (g_T.exp() - p_T.exp()).abs()
     panel = {
         "token_mult_prob_error": error.mean(),
@@ -84,7 +84,7 @@ def mismatch_panel(
         "prob_difference": probability.mean(),
         "prob_difference_max": probability.max(),
         "kl_k1": -difference.mean(),
-        "kl_k3": _k3(difference).mean(),
+        "kl_k3": k3(difference).mean(),
         "js_divergence": js.mean(),
         "ratio_mean": ratio.mean(),
         "ratio_min": ratio.min(),

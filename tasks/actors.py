@@ -140,7 +140,7 @@ class LearnerActor:
         if self._transport.meets:
             raise NotImplementedError("a transport where both sides must meet is not wired up yet")
         try:
-            self._sender = Sender(folder, version, recipe.sync.bucket_mib * 2**20)
+            self._sender = Sender(folder, version, recipe.sync.bucket_bytes)
         except PublishedWeightsError as error:
             raise SyncError(str(error)) from error
         return self._sender.manifest.to_json()
@@ -157,11 +157,7 @@ class LearnerActor:
 
     def score_probe(self, context: RunContext, version: int) -> list[list[float]]:
         """Log-probs of the probe's tokens; see `Learner.score`."""
-        from fp8rl.data.prepare import read_prompts
-        from fp8rl.sync.probe import probe_sequences
-
-        sequences = probe_sequences(read_prompts(context.data_dir, "val"), context.recipe)
-        return self.learner.score(sequences, version=version)
+        return self.learner.score(_probe_sequences(context), version=version)
 
     def calibrate_kv(self, context: RunContext, iteration: int) -> str:
         """KV scales (JSON) of weight version `iteration`, over its `calibration_set`."""
@@ -189,6 +185,14 @@ class LearnerActor:
         """The version of the checkpoint written last; None where none was begun, or, unless `block`,
         where it is still being written. Raises what the writing raised."""
         return self.learner.finish_checkpoint(block=block)
+
+
+def _probe_sequences(context: RunContext) -> list[list[int]]:
+    """The tokens that learner and engine both score."""
+    from fp8rl.data.prepare import read_prompts
+    from fp8rl.sync.probe import probe_sequences
+
+    return probe_sequences(read_prompts(context.data_dir, "val"), context.recipe)
 
 
 def _require_same_run(context: RunContext, checkpoint: Path, state: dict[str, Any]) -> None:
@@ -250,13 +254,11 @@ class EngineActor:
         """Makes ready for the buckets of the version that `manifest` (JSON) describes; how many."""
         from fp8rl.device import resolve
         from fp8rl.model.manifest import Manifest
-        from fp8rl.sync.buckets import plan_buckets
 
         recipe = self.context.recipe
         self._transport = resolve(recipe).load("transport")()
-        described, limit = Manifest.from_json(manifest), recipe.sync.bucket_mib * 2**20
-        self.engine.begin_sync(described, limit)
-        self._buckets = plan_buckets(described, limit)
+        described = Manifest.from_json(manifest)
+        self._buckets = self.engine.begin_sync(described, recipe.sync.bucket_bytes)
         return len(self._buckets)
 
     def receive(self, bucket: int, ticket: Any) -> None:
@@ -270,11 +272,7 @@ class EngineActor:
 
     def score_probe(self, version: int) -> list[list[float]]:
         """Log-probs of the probe's tokens; see `Engine.score`."""
-        from fp8rl.data.prepare import read_prompts
-        from fp8rl.sync.probe import probe_sequences
-
-        prompts = read_prompts(self.context.data_dir, "val")
-        return self.engine.score(probe_sequences(prompts, self.context.recipe), version=version)
+        return self.engine.score(_probe_sequences(self.context), version=version)
 
     def apply_kv_scales(self, scales: str) -> list[dict[str, float]]:
         """Applies KV scales (JSON); returns those read back."""

@@ -129,18 +129,17 @@ async def ensure_engine(context: RunContext, version: int, *, scales: bool = Tru
     actor, status = await status_of(context, "engine", engine_actor)
     if not await _give(context, actor, status, version, scales) or not scales:
         return actor
-    for again in range(REMADE + 1):
+    odd = "the engine scores the probe not as recorded; "
+    for _ in range(REMADE):
         if await _scores_as_recorded(context, actor, version):
-            break
-        if again == REMADE:
-            text = "it goes on: samples may differ in their last bits from an uninterrupted run's"
-        else:
-            text = "it is made again"
-        progress.emit(progress.Event("note", f"the engine scores the probe not as recorded; {text}"))
-        if again < REMADE:
-            release_actor(context, "engine")
-            actor, status = await status_of(context, "engine", engine_actor)
-            await _give(context, actor, status, version, scales)
+            return actor
+        progress.emit(progress.Event("note", odd + "it is made again"))
+        release_actor(context, "engine")
+        actor, status = await status_of(context, "engine", engine_actor)
+        await _give(context, actor, status, version, scales)
+    if not await _scores_as_recorded(context, actor, version):
+        text = "it goes on: samples may differ in their last bits from an uninterrupted run's"
+        progress.emit(progress.Event("note", odd + text))
     return actor
 
 

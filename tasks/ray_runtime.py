@@ -127,6 +127,19 @@ def release(context: RunContext) -> None:
         release_actor(context, kind)
 
 
+async def until_there(ref: Any, *, fetch: bool = True) -> None:
+    """Waits until a call has ended; with `fetch`, until its value is on this machine.
+
+    One that failed is there too: it fails whoever takes its value.
+    """
+    import ray
+
+    pause = 0.002
+    while not ray.wait([ref], timeout=0, fetch_local=fetch)[0]:
+        await asyncio.sleep(pause)
+        pause = min(0.02, pause * 1.5)
+
+
 async def wait(ref: Any) -> Any:
     """The value of a Ray reference.
 
@@ -136,10 +149,7 @@ async def wait(ref: Any) -> Any:
     """
     import ray
 
-    pause = 0.002
-    while not ray.wait([ref], timeout=0)[0]:
-        await asyncio.sleep(pause)
-        pause = min(0.02, pause * 1.5)
+    await until_there(ref)
     try:
         return ray.get(ref)
     except ray.exceptions.RayTaskError as error:

@@ -10,13 +10,13 @@ from typing import Any
 
 from fp8rl.context import RunContext
 from fp8rl.sync import probe
-from tasks.ray_runtime import wait
+from tasks.ray_runtime import until_there, wait
 
 
 async def send_weights(context: RunContext, learner: Any, engine: Any, version: int) -> str:
     """Has the engine take published weight `version` from the learner; returns the manifest's digest.
 
-    Raises SyncError, ProofError, PublishedWeightsError as `Engine`, RayActorError where a process died,
+    Raises SyncError, PublishedWeightsError as `Engine`, RayActorError where a process died,
     and TimeoutError after sync.timeout_s.
     """
     limit = context.recipe.sync.timeout_s
@@ -36,7 +36,7 @@ async def _send(context: RunContext, learner: Any, engine: Any, version: int) ->
     taken = None
     for index in range(buckets):
         sent = learner.send.remote(version, index)
-        await until_there(sent)
+        await until_there(sent, fetch=False)  # it goes from the learner to the engine
         if taken is not None:
             await wait(taken)
         taken = engine.receive.remote(index, sent)
@@ -44,17 +44,6 @@ async def _send(context: RunContext, learner: Any, engine: Any, version: int) ->
         await wait(taken)
     digest: str = await wait(engine.finish_sync.remote())
     return digest
-
-
-async def until_there(ref: Any) -> None:
-    """Waits until a call has ended, without fetching its value.
-
-    One that failed fails the call that takes its value: here, the engine's.
-    """
-    import ray
-
-    while not ray.wait([ref], timeout=0, fetch_local=False)[0]:
-        await asyncio.sleep(0.002)
 
 
 async def probe_engine(

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fp8rl.learner.layout import Layout
+from fp8rl.learner.logprobs import LOG_RATIO_CLAMP, clamped_log_ratio
+from fp8rl.mismatch import k3
 from fp8rl.recipe.objective import Bound, Correction, CorrectionMode, Estimator, Level, Rejection
-
-LOG_RATIO_CLAMP = 20.0
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ class Corrected:
 
 def log_ratios(p: Tensor, g: Tensor, mask: Tensor) -> Tensor:
     """[B, T]: p - g clamped to +-20; 0 outside the mask, where either may hold anything."""
-    difference = torch.where(mask, p - g, 0.0).detach()
-    return difference.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return clamped_log_ratio(p.detach(), g.detach(), mask)
 
 
 def raw_weights(
@@ -100,7 +99,7 @@ def estimate(log_ratio: Tensor, by: Estimator) -> Tensor:
         case Estimator.K2:
             return log_ratio.square() / 2
         case Estimator.K3:
-            return torch.expm1(log_ratio) - log_ratio
+            return k3(log_ratio)
 
 
 def keeps(log_ratio: Tensor, mask: Tensor, rule: Rejection, layout: Layout | None = None) -> Tensor:

@@ -9,7 +9,8 @@ taken apart here.
 import torch
 from torch import Tensor
 
-from fp8rl.learner.correction import LOG_RATIO_CLAMP, estimate
+from fp8rl.learner.correction import estimate
+from fp8rl.learner.logprobs import LOG_RATIO_CLAMP
 from fp8rl.recipe.objective import Estimator
 
 

@@ -3,6 +3,16 @@
 import torch
 from torch import Tensor
 
+LOG_RATIO_CLAMP = 20.0
+
+
+def clamped_log_ratio(a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
+    """[B, T]: a - b of log-probs, clamped to +-20 so that no token makes a sum infinite.
+
+    0 outside the mask, forward and backward, whatever a and b hold there.
+    """
+    return torch.where(mask, a - b, 0.0).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+
 
 def token_logprobs(
     logits: Tensor, tokens: Tensor, temperature: float, *, entropy_gradient: bool = False

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from fp8rl.learner.layout import Layout
+from fp8rl.learner.logprobs import clamped_log_ratio
 from fp8rl.recipe.objective import Aggregation, LossKind, Objective
-
-LOG_RATIO_CLAMP = 20.0
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,6 @@ class PolicyLoss:
         return replace(self, loss=loss)
 
 
-def _log_ratio(c: Tensor, p: Tensor, mask: Tensor) -> Tensor:
-    """0 outside the mask, forward and backward, whatever c and p hold there."""
-    difference = torch.where(mask, c - p.detach(), 0.0)
-    return difference.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-
-
 def _clip(ratio: Tensor, raw: Tensor, advantages: Tensor, options: Objective) -> Surrogate:
     """min(r A, clip(r, 1 - low, 1 + high) A), and with dual clip max of that and dual A where A < 0."""
     unclipped = ratio * advantages
@@ -98,7 +91,7 @@ def clipped_surrogate(
     Source: PPO (arXiv 1707.06347); separate bounds: DAPO (arXiv 2503.14476); dual clip:
     arXiv 1912.09729.
     """
-    ratio = _log_ratio(c, p, mask).exp()
+    ratio = clamped_log_ratio(c, p.detach(), mask).exp()
     return _clip(ratio, ratio.detach(), advantages, options)
 
 
@@ -111,7 +104,7 @@ def gspo_surrogate(
     share of the gradient; under sequence_mean_token_mean it is that of the sequence form.
     Source: GSPO (arXiv 2507.18071), equations 7 and 13.
     """
-    mean = layout.spread(layout.mean(_log_ratio(c, p, mask), mask).detach())
+    mean = layout.spread(layout.mean(clamped_log_ratio(c, p.detach(), mask), mask).detach())
     own = torch.where(mask, c - c.detach(), 0.0)
     ratio = mean.exp() * own.exp()
     return _clip(ratio, ratio.detach(), advantages, options)
@@ -122,7 +115,7 @@ def cispo_surrogate(
 ) -> Surrogate:
     """sg(clip(r, 1 - clip_low, 1 + clip_high)) A c: a clipped ratio weights, and every token has a
     gradient. Source: CISPO, in MiniMax-M1 (arXiv 2506.13585)."""
-    ratio = _log_ratio(c, p, mask).detach().exp()
+    ratio = clamped_log_ratio(c, p.detach(), mask).detach().exp()
     weight = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     value = weight * advantages * torch.where(mask, c, 0.0)
     none = torch.zeros_like(mask)
@@ -133,7 +126,7 @@ def reinforce_surrogate(
     c: Tensor, p: Tensor, advantages: Tensor, mask: Tensor, options: Objective, layout: Layout
 ) -> Surrogate:
     """A c, without a ratio. Source: REINFORCE (Williams, 1992)."""
-    ratio = _log_ratio(c, p, mask).detach().exp()
+    ratio = clamped_log_ratio(c, p.detach(), mask).detach().exp()
     none = torch.zeros_like(mask)
     return Surrogate(advantages * torch.where(mask, c, 0.0), ratio, none, none, none)
 

@@ -9,7 +9,6 @@ so that publishing needs no second copy of the model.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -20,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fp8rl import faults
-from fp8rl.files import disk_error, sha256
+from fp8rl.files import beside, sha256
 from fp8rl.journal import WEIGHTS_FILE
 from fp8rl.model.manifest import (
     Manifest,
@@ -71,22 +70,10 @@ def write_published(
     Raises PublishedWeightsError naming a tensor that is not as specified, DiskFullError where there is
     no room; then the version is not published.
     """
-    temporary = folder / f".{WEIGHTS_FILE}.tmp"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with beside(folder / WEIGHTS_FILE) as temporary, temporary.open("wb") as file:
         faults.point(f"publish:{version}:tensors")
-        with temporary.open("wb") as file:
-            file.write(_header(specs))
-            digests = _write_tensors(file, specs, tensors)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise disk_error(error, folder / WEIGHTS_FILE) from error
-    except Exception:
-        temporary.unlink(missing_ok=True)
-        raise
-    temporary.replace(folder / WEIGHTS_FILE)
+        file.write(_header(specs))
+        digests = _write_tensors(file, specs, tensors)
     manifest = manifest_of(version, {spec.name: spec for spec in specs}, digests)
     manifest.require_pairs()
     faults.point(f"publish:{version}:before-manifest")

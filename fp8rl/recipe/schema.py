@@ -199,6 +199,11 @@ class Sync(Section):
 
     bucket_mib: PositiveInt = 32
     """Weights travel in buckets of this size."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.bucket_mib * 2**20
+
     timeout_s: PositiveFloat = 600.0
     """A sync that takes longer fails, and is tried again."""
     read_back: NonNegativeInt | None = 16

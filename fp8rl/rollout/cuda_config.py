@@ -20,6 +20,7 @@ from fp8rl.model.names import name_table
 from fp8rl.model.precision import Decision
 from fp8rl.numerics.formats import BLOCK, Scaling
 from fp8rl.recipe.schema import Linear, Precision, Recipe, ScaleKind
+from fp8rl.rollout import options
 
 METHOD = "fp8"
 # vLLM's key for "block-wise FP8, activations too" where a kernel is asked for by quantisation scheme.
@@ -52,11 +53,7 @@ ATTENTION: dict[str, str | None] = {
     "FLASHINFER": _BY_VALUE,
 }
 # UE8M0 rounds scales to powers of two when weights are loaded, and the weights anew with them.
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_DEEP_GEMM_E8M0": "0",
-}
+ENVIRONMENT = options.ENVIRONMENT | {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
 
 
 def problems(precision: Precision) -> Iterator[tuple[str, str]]:
@@ -116,23 +113,12 @@ def quantization_config(plan: Mapping[str, Decision]) -> dict[str, Any] | None:
 def engine_options(
     recipe: Recipe, plan: Mapping[str, Decision], model_dir: Path, *, max_len: int
 ) -> dict[str, Any]:
-    """Keyword arguments of vLLM's LLM for an engine that starts with dummy weights."""
+    """As `options.engine_options`, with what CUDA adds."""
     quantization = quantization_config(plan)
-    return {
-        "model": str(model_dir),
-        "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
-        "load_format": "dummy",
+    return options.engine_options(recipe, model_dir, max_len=max_len) | {
         "quantization": METHOD if quantization else None,
         "hf_overrides": {"quantization_config": quantization} if quantization else {},
         "kernel_config": {"linear_backend_per_quant": {_SCHEME: "cutlass"}},
         "attention_config": {"backend": "FLASH_ATTN"},
-        "kv_cache_dtype": "fp8" if recipe.precision.kv_cache is Linear.FP8 else "auto",
-        "kv_cache_memory_bytes": recipe.rollout.kv_cache_mib * 2**20,
-        "max_model_len": max_len,
-        "max_num_seqs": recipe.rollout.chunk_size,
-        "logprobs_mode": "processed_logprobs",
         "enable_sleep_mode": True,
-        "seed": recipe.seed,
-        "disable_log_stats": False,
     }

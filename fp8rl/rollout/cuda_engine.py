@@ -34,9 +34,7 @@ class CudaEngine(Engine):
         wrong += cuda_config.unequal_grids(self.dims, self.plan)
         if wrong:
             raise EngineStateError("vLLM's own FP8 cannot run this:\n  " + "\n  ".join(wrong))
-        from vllm import LLM
-
-        return LLM(**self._options(model_dir, max_len))
+        return super()._start(model_dir, max_len)
 
     def _options(self, model_dir: Path, max_len: int) -> dict[str, Any]:
         return cuda_config.engine_options(self.recipe, self.plan, model_dir, max_len=max_len)
@@ -46,7 +44,7 @@ class CudaEngine(Engine):
 
         return CudaWeights(model, self.dims)
 
-    def _hook_kv_writes(self, _model: Any) -> Any:
+    def _hook_kv_writes(self) -> Any:
         """None: a CUDA graph would go past a Python hook, and vLLM's kernels there round to nearest."""
         return None
 

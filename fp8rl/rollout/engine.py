@@ -24,19 +24,16 @@ from fp8rl.model.names import name_table
 from fp8rl.model.precision import Decision, effective_rows, make_plan
 from fp8rl.recipe.rules import kv_percentile, plan_rules
 from fp8rl.recipe.schema import Linear, Recipe
+from fp8rl.rollout import options
 from fp8rl.rollout.pressure import Pressure, PressureGauge
 from fp8rl.rollout.requests import Completion, Request
+from fp8rl.sync.buckets import Bucket
 from fp8rl.sync.errors import SyncError
 from fp8rl.sync.receiver import Receiver
 from fp8rl.sync.sender import Sender
 
-# vLLM reads these when it is imported. One process, so that weights can be reached in place. No
-# dynamo: on a CPU it would spend 15 seconds compiling one helper of the sampler.
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-}
+# No dynamo: on a CPU it would spend 15 seconds compiling one helper of the sampler.
+_ENVIRONMENT = options.ENVIRONMENT | {"TORCHDYNAMO_DISABLE": "1"}
 
 
 @contextmanager
@@ -84,36 +81,26 @@ class Engine:
         self.kv_version: int | None = None
         self._receiver: Receiver | None = None
         self._manifest = Manifest(-1, {})
-        self._kv_writes = self.inside(self._hook_kv_writes) if self.fp8_kv else None
+        self._kv_writes = self._hook_kv_writes() if self.fp8_kv else None
 
     def _start(self, model_dir: Path, max_len: int) -> Any:
         from vllm import LLM
 
+        return LLM(**self._options(model_dir, max_len))
+
+    def _options(self, model_dir: Path, max_len: int) -> dict[str, Any]:
         from fp8rl.rollout.vllm_plugin import METHOD, quantization_config
 
-        recipe = self.recipe
-        return LLM(
-            model=str(model_dir),
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            load_format="dummy",
-            quantization=METHOD,
-            hf_overrides={
-                "quantization_config": quantization_config(
-                    {slot.vllm: self.plan[slot.hf[0]].format for slot in name_table(self.dims)},
-                    recipe.precision,
-                    resolve(recipe).fp8_backend,
-                )
-            },
-            kv_cache_dtype="fp8" if self.fp8_kv else "auto",
-            kv_cache_memory_bytes=recipe.rollout.kv_cache_mib * 2**20,
-            max_model_len=max_len,
-            max_num_seqs=recipe.rollout.chunk_size,
-            logprobs_mode="processed_logprobs",
-            enforce_eager=True,
-            seed=recipe.seed,
-            disable_log_stats=False,
+        quantization = quantization_config(
+            {slot.vllm: self.plan[slot.hf[0]].format for slot in name_table(self.dims)},
+            self.recipe.precision,
+            resolve(self.recipe).fp8_backend,
         )
+        return options.engine_options(self.recipe, model_dir, max_len=max_len) | {
+            "quantization": METHOD,
+            "hf_overrides": {"quantization_config": quantization},
+            "enforce_eager": True,
+        }
 
     def inside(self, function: Any) -> Any:
         """Runs `function` on the live vLLM model and returns its result."""
@@ -124,7 +111,7 @@ class Engine:
 
         return EngineWeights(model, self.dims)
 
-    def _hook_kv_writes(self, _model: Any) -> Any:
+    def _hook_kv_writes(self) -> Any:
         from fp8rl.rollout.kv_writes import KvWrites
 
         return KvWrites(self.weights.attention())
@@ -139,8 +126,9 @@ class Engine:
         counts: dict[str, list[int]] = self._kv_writes.take()
         return counts
 
-    def begin_sync(self, manifest: Manifest, bucket_bytes: int) -> None:
-        """Makes ready for the buckets of a weight version: from here on nothing is generated.
+    def begin_sync(self, manifest: Manifest, bucket_bytes: int) -> list[Bucket]:
+        """Makes ready for the buckets of a weight version, which it returns: from here on nothing is
+        generated.
 
         KV scales of another version no longer count. Raises PublishedWeightsError naming what does not
         fit, EngineStateError where sequences are being generated.
@@ -150,6 +138,7 @@ class Engine:
         self.version = self.kv_version = self._receiver = None
         self._receiver = Receiver(self.weights.views(), manifest, bucket_bytes)
         self._manifest = manifest
+        return self._receiver.buckets
 
     def receive(self, index: int, payload: Tensor) -> None:
         """Takes a bucket of the version begun. Raises SyncError; then begin again."""
@@ -185,31 +174,28 @@ class Engine:
         not the manifest's, and what `finish_sync` raises.
         """
         self.version = self.kv_version = None
-        limit = self.recipe.sync.bucket_mib * 2**20
+        limit = self.recipe.sync.bucket_bytes
         sender = Sender(folder, version, limit)
         try:
-            self.begin_sync(sender.manifest, limit)
-            for bucket in sender.buckets:
+            for bucket in self.begin_sync(sender.manifest, limit):
                 self.receive(bucket.index, sender.payload(bucket.index))
         finally:
             sender.close()
         return self.finish_sync()
 
-    def prove(self, count: int | None) -> dict[str, int]:
+    def prove(self, count: int | None) -> None:
         """Reads `count` tensors (all where None) back from the live engine and compares the products of
-        the linears among them; see `proof`. Returns how many of each. Raises ReadBackError.
+        the linears among them; see `proof`. Raises ReadBackError.
         """
         from fp8rl.rollout import proof
 
         names = proof.sample_names(self._manifest, count)
         proof.read_back(self.weights, self._manifest, names)
-        products = proof.check_products(self.weights, names, self._manifest.version)
-        return {"tensors": len(names), "products": products}
+        proof.check_products(self.weights, names, self._manifest.version)
 
     def apply_kv_scales(self, scales: KvScales) -> list[LayerScales]:
         """Sets the KV scales of the weights held and returns those read back from the engine."""
-        if not self.fp8_kv:
-            raise EngineStateError("the KV cache of this engine is BF16: it takes no scales")
+        self._require_fp8_kv()
         if self.version is None:
             raise EngineStateError("KV scales were sent before any weights")
         scales.require_usable(layers=self.dims.layers, version=self.version)
@@ -238,8 +224,7 @@ class Engine:
         """
         from fp8rl.rollout.kv_observation import observe
 
-        if not self.fp8_kv:
-            raise EngineStateError("the KV cache of this engine is BF16: it takes no scales")
+        self._require_fp8_kv()
         if self.version != version:
             raise EngineStateError(f"the engine holds weights {self.version}, not version {version}")
         self.kv_version = None
@@ -257,6 +242,10 @@ class Engine:
             side="engine",
             tokens_available=observer.tokens if tokens_available is None else tokens_available,
         )
+
+    def _require_fp8_kv(self) -> None:
+        if not self.fp8_kv:
+            raise EngineStateError("the KV cache of this engine is BF16: it takes no scales")
 
     def require_version(self, expected: int) -> None:
         """Raises EngineStateError unless weights and KV scales are those of version `expected`."""
@@ -316,7 +305,6 @@ class Engine:
             prompts = [{"prompt_token_ids": tokens} for tokens in sequences[start : start + size]]
             outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
             scores += [_prompt_logprobs(output) for output in outputs]
-        self._drop_prefix_cache()
         return scores
 
     @property

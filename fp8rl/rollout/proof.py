@@ -14,7 +14,7 @@ import torch
 
 from fp8rl.model.manifest import Manifest
 from fp8rl.model.names import Slot
-from fp8rl.model.published import tensor_digest
+from fp8rl.model.published import differing
 from fp8rl.rollout.engine_weights import EngineWeights
 from fp8rl.sync.errors import ReadBackError
 
@@ -40,8 +40,7 @@ def sample_names(manifest: Manifest, count: int | None) -> list[str]:
 
 def read_back(weights: EngineWeights, manifest: Manifest, names: Iterable[str]) -> None:
     """Raises ReadBackError naming those of `names` whose bytes in the engine are not the manifest's."""
-    held = weights.read(names)
-    wrong = [n for n, t in held.items() if tensor_digest(t) != manifest.tensors[n].sha256]
+    wrong = differing(manifest, weights.read(names))
     if wrong:
         raise ReadBackError(
             f"the engine does not hold what weight version {manifest.version} says: {', '.join(wrong)}"
@@ -49,22 +48,22 @@ def read_back(weights: EngineWeights, manifest: Manifest, names: Iterable[str]) 
 
 
 @torch.inference_mode()
-def check_products(weights: EngineWeights, names: Iterable[str], version: int) -> int:
-    """Compares the products of the linears that hold `names`; returns of how many. version: with it the
-    columns change that are looked at.
+def check_products(weights: EngineWeights, names: Iterable[str], version: int) -> None:
+    """Compares the products of the linears that hold `names`. version: with it the columns change that
+    are looked at.
 
     Raises ReadBackError naming a linear that computes with other weights than it holds.
     """
     names = set(names)
-    slots = [slot for slot in weights.table if slot.is_linear and names & set(slot.hf)]
-    for slot in slots:
+    for slot in weights.table:
+        if not slot.is_linear or names.isdisjoint(slot.hf):
+            continue
         wrong = _wrong_products(weights, slot, version)
         if wrong:
             raise ReadBackError(
                 f"{slot.vllm} computes with other weights than it holds: {wrong} products of "
                 f"{_COLUMNS} columns differ"
             )
-    return len(slots)
 
 
 def _wrong_products(weights: EngineWeights, slot: Slot, version: int) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.model.manifest import Entry, Manifest, PublishedWeightsError
+from fp8rl.model.published import dtype_name
 from fp8rl.sync.buckets import Bucket, plan_buckets
 from fp8rl.sync.errors import SyncError
 
@@ -31,7 +32,7 @@ class Receiver:
         for name, view in views.items():
             assert view.is_contiguous(), name
         self._manifest = manifest
-        self._buckets = plan_buckets(manifest, limit)
+        self.buckets = plan_buckets(manifest, limit)
         self._next = 0
         self._hash = hashlib.sha256()
 
@@ -59,19 +60,19 @@ class Receiver:
 
     def finish(self) -> None:
         """Raises SyncError naming the first tensor that is missing, if one is."""
-        if self._next < len(self._buckets):
-            missing = self._buckets[self._next]
-            raise SyncError(f"{missing} is missing, and {len(self._buckets) - self._next - 1} after it")
+        if self._next < len(self.buckets):
+            missing = self.buckets[self._next]
+            raise SyncError(f"{missing} is missing, and {len(self.buckets) - self._next - 1} after it")
 
     def _expected(self, index: int) -> Bucket:
-        if index != self._next or index >= len(self._buckets):
+        if index != self._next or index >= len(self.buckets):
             wanted = (
-                f"{self._buckets[self._next]} is missing"
-                if self._next < len(self._buckets)
-                else f"all {len(self._buckets)} are in"
+                f"{self.buckets[self._next]} is missing"
+                if self._next < len(self.buckets)
+                else f"all {len(self.buckets)} are in"
             )
             raise SyncError(f"bucket {index} came out of order: {wanted}")
-        return self._buckets[index]
+        return self.buckets[index]
 
 
 def require_fit(views: Mapping[str, Tensor], manifest: Manifest) -> None:
@@ -90,7 +91,7 @@ def require_fit(views: Mapping[str, Tensor], manifest: Manifest) -> None:
 
 
 def _misfit(sent: Entry, held: Tensor) -> str | None:
-    dtype = str(held.dtype).removeprefix("torch.")
+    dtype = dtype_name(held)
     if (sent.shape, sent.dtype) == (tuple(held.shape), dtype):
         return None
     return f"sent {sent.shape} {sent.dtype}, the engine holds {tuple(held.shape)} {dtype}"

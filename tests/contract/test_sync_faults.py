@@ -80,12 +80,15 @@ class Bench:
             self.engine.receive(index, payload)
         self.engine.finish_sync()
 
-    def publish_and_load(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Tensors of another making, published as version 1 and loaded."""
+    def publish(self, tensors: dict[str, torch.Tensor]) -> Path:
+        """A folder with tensors of another making, published as version 1."""
         self.count += 1
         folder = self.pair.folder / f"other{self.count}"
         publish(folder, 1, tensors)
-        self.engine.load_weights(folder, 1)
+        return folder
+
+    def publish_and_load(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.engine.load_weights(self.publish(tensors), 1)
 
     def bucket_with(self, name: str) -> tuple[int, int]:
         """(bucket, offset in it) of the first byte of a tensor."""
@@ -256,9 +259,7 @@ def file_cut(bench: Bench) -> None:
 
 
 def damaged(bench: Bench, change: Callable[[bytes], bytes]) -> None:
-    bench.count += 1
-    folder = bench.pair.folder / f"other{bench.count}"
-    publish(folder, 1, bench.tensors)
+    folder = bench.publish(bench.tensors)
     path = folder / "weights.safetensors"
     path.write_bytes(change(path.read_bytes()))
     bench.engine.load_weights(folder, 1)
@@ -429,12 +430,18 @@ def test_version_1_is_not_version_0(benches, arm):
     assert bench.wanted != bench.old
 
 
-@pytest.mark.parametrize("fault", WEIGHT_FAULTS, ids=lambda fault: fault.__name__)
-def test_faulty_weights_are_refused_by_name_and_a_retry_succeeds(benches, outcomes, fault):
-    bench = benches("fp8-e2e-kv")
+WEIGHT_CASES = [
+    *(("fp8-e2e-kv", fault) for fault in WEIGHT_FAULTS),
+    *(("bf16", fault) for fault in (packed_copy_forgotten, bit_of_a_norm_flipped, buckets_swapped)),
+]
+
+
+@pytest.mark.parametrize(("arm", "fault"), WEIGHT_CASES, ids=lambda x: getattr(x, "__name__", x))
+def test_faulty_weights_are_refused_by_name_and_a_retry_succeeds(benches, outcomes, arm, fault):
+    bench = benches(arm)
     bench.engine.load_weights(bench.pair.folder / "v0", 0)
     outcome = suffer(bench, fault, WEIGHT_FAULTS[fault])
-    outcomes[f"weights, FP8: {fault.__name__}"] = outcome
+    outcomes[f"weights, {arm}: {fault.__name__}"] = outcome
     assert outcome == "refused"
     bench.deliver(bench.payloads())
     assert bench.use(bench.engine) == bench.wanted
@@ -447,17 +454,6 @@ def test_faulty_scales_are_refused_by_name_and_a_retry_succeeds(benches, outcome
     fault, says = SCALE_FAULTS[name]
     outcomes[f"KV scales: {name}"] = outcome = suffer(bench, fault, says)
     assert outcome == "refused"
-    assert bench.use(bench.engine) == bench.wanted
-
-
-@pytest.mark.parametrize("fault", [packed_copy_forgotten, bit_of_a_norm_flipped, buckets_swapped])
-def test_faulty_bf16_weights_are_refused(benches, outcomes, fault):
-    bench = benches("bf16")
-    bench.engine.load_weights(bench.pair.folder / "v0", 0)
-    outcome = suffer(bench, fault, WEIGHT_FAULTS[fault])
-    outcomes[f"weights, BF16: {fault.__name__}"] = outcome
-    assert outcome == "refused"
-    bench.deliver(bench.payloads())
     assert bench.use(bench.engine) == bench.wanted
 
 
