@@ -5,9 +5,8 @@ is committed, and resumed. Three training steps are replayed over the journalled
 the replay beside the train time that was recorded and beside the time that repeating the lost
 iterations would take, the tokens that were generated again (none), and the start-up by part.
 
-The engine starts while training is replayed, and the two share the cores, so the replay's own time has
-some of the start-up in it. What the kill cost is therefore the whole time to the first new step less
-that of a resume with nothing to replay: cost_over_recorded_train.
+cost_over_recorded_train is what the kill cost beyond start-up: the whole time to the first new step
+less that of a resume with nothing to replay, over the recorded train time.
 
 On a CPU training weighs more beside generation than on GPUs: the ratio is of this machine.
 """
