@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Nothing here asks a hub for models or data.
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: setup demo test test-ui test-slow test-kill sync-faults lint bench bench-kv bench-resume gpu-check clean
+.PHONY: setup demo test test-ui test-slow test-kill sync-faults lint bench bench-kv bench-correction bench-resume gpu-check clean
 
 setup:
 	@infra/setup.sh
@@ -40,6 +40,9 @@ bench: setup  ## timings, as JSON under benchmarks/results/
 bench-kv: setup  ## an FP8 KV cache beside a BF16 one of the same bytes, and what its scales are worth
 	$(BIN)/python -m benchmarks.kv_pressure
 	$(BIN)/python -m benchmarks.kv_scales
+
+bench-correction: setup  ## ways to correct an FP8 rollout, trained side by side
+	$(BIN)/python -m benchmarks.correction
 
 bench-resume: setup  ## what a kill costs on SmolLM2
 	$(BIN)/python -m benchmarks.resume

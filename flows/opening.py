@@ -46,6 +46,11 @@ class Opened:
         """Whether Prefect runs the same flow run again."""
         return bool(self._earlier())
 
+    def was_asked(self, iteration: int) -> bool:
+        """Whether an earlier attempt ended, or was ended, at the guard's word on `iteration`."""
+        earlier = (a for a in self.run.attempts() if a["number"] < self.attempt)
+        return any(a.get("guard_asked") == iteration for a in earlier)
+
     def first_iteration(self) -> int:
         """The iteration that this flow run begins with: the first open one, and in a retry the one that
         the flow run began with, since its subflows are called in the same order again.

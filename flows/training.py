@@ -20,11 +20,19 @@ from prefect.states import Cancelled
 
 from flows.automations import mark_crashed
 from flows.environment import set_quiet
+from flows.guarding import show_guard, show_worst
 from flows.hooks import put_right_after
 from flows.iteration import first_weights, iteration
 from flows.opening import Opened, open_run
 from flows.reap import MLFLOW_STATUS, put_right
 from flows.restart import StartTimes
+from flows.stopping import (
+    StopInOrder,
+    heed_guard,
+    last_checkpoint,
+    slowest_iteration,
+    stop_if_asked,
+)
 from fp8rl import progress
 from fp8rl.context import RunContext
 from fp8rl.device import resolve
@@ -38,25 +46,10 @@ from fp8rl.report import summarise
 from fp8rl.runs import State
 from fp8rl.tracking import Tracker
 from tasks.causes import first_line
-from tasks.checkpoint import (
-    finish_checkpoint,
-    is_checkpointed,
-    save_before_leaving,
-    start_checkpoint,
-)
+from tasks.checkpoint import finish_checkpoint, save_before_leaving
 from tasks.prepare import open_engines, precision_report, prepare_data, warm_start
 from tasks.ray_runtime import release, start_ray
 from tasks.step import with_retries
-
-
-class StopInOrder(Exception):
-    """The run is to stop here, checkpointed; the text says why. without: the override that a resume
-    needs, so that it does not stop again at once.
-    """
-
-    def __init__(self, reason: str, without: str) -> None:
-        super().__init__(reason)
-        self.without = without
 
 
 def _flow_run_name() -> str:
@@ -124,7 +117,7 @@ async def train(
         except StopInOrder as stop:
             ends = State("stopped", str(stop))
             # Not by a retry: the recipe would stop it again at once.
-            message = f"{stop}. To go on: fp8rl resume {run.name} {stop.without}"
+            message = f"{stop}. To go on: fp8rl resume {run.name} {stop.without}".rstrip()
             return Cancelled(name="Stopped", message=message)
         except BaseException as error:
             # Cancelled, interrupted or told to terminate: not an error of the run's own.
@@ -156,21 +149,24 @@ async def _train(
         learner = await with_retries(open_engines, context)(context, opened.position.version)
         times.mark("engines")
     bar = await acreate_progress_artifact(progress=0.0, key=_key(context.run, "progress"))
-    said, slowest = False, _slowest(context)
+    said, slowest = False, slowest_iteration(context)
     for number in range(opened.first_iteration(), recipe.iterations + 1):
         started = time.time()
         if number > origin:
-            await _stop_if_asked(context, number, times.began, slowest)
+            await stop_if_asked(context, number, times.began, slowest)
+            await heed_guard(context, opened, number)
         await _iterate(context, number, is_retry=opened.is_retry)
         said = said or await _say_precision(context, learner, tracker)
         tracker.flush()
         _show_kv(context, tracker, number)
+        await show_guard(context, tracker, number, _key(context.run, "guard"))
+        show_worst(context, tracker, number)
         _emit(context, number)
         await finish_checkpoint(context, block=False)
         await aupdate_progress_artifact(bar, progress=100.0 * number / recipe.iterations)
         slowest = max(slowest, time.time() - started)
         await _say_times(context, opened, times)
-    await _last_checkpoint(context, recipe.iterations)
+    await last_checkpoint(context, recipe.iterations)
     summary = summarise(context.journal)
     summary |= {"run": context.run, "arm": recipe.arm, "mlflow_run": tracker.run_id}
     tracker.put_json("summary.json", summary)
@@ -190,42 +186,6 @@ async def _iterate(context: RunContext, number: int, *, is_retry: bool) -> None:
         state = await part(context, number, return_state=True)
         if not state.is_completed():
             await state.aresult()  # raises what the step raised
-
-
-async def _stop_if_asked(context: RunContext, number: int, began: float, slowest: float) -> None:
-    """Stops before iteration `number` where recipe.stop says so; raises StopInOrder."""
-    stop = context.recipe.stop
-    reason, without = "", ""
-    if stop.after_iteration is not None and number > stop.after_iteration:
-        reason, without = f"stop.after_iteration={stop.after_iteration}", "stop.after_iteration=null"
-    elif stop.time_limit_s is not None:
-        # The slowest so far, and a quarter of it for the checkpoint and what was not seen yet.
-        left = stop.time_limit_s - (time.time() - began)
-        if left < 1.25 * slowest:
-            reason = f"stop.time_limit_s={stop.time_limit_s:g}: {left:.0f} s are left"
-    if reason:
-        await _last_checkpoint(context, number - 1)
-        raise StopInOrder(f"stopped after iteration {number - 1} ({reason})", without)
-
-
-def _slowest(context: RunContext) -> float:
-    """Seconds of the slowest iteration that earlier attempts made, with its evaluation."""
-    records = [r.metrics for r in context.journal.iterations() if r.iteration > context.origin]
-    names = ("timing/iteration_s", "timing/evaluate_s")
-    return max((sum(m.get(name, 0.0) for name in names) for m in records), default=0.0)
-
-
-async def _last_checkpoint(context: RunContext, version: int) -> None:
-    """Has a whole checkpoint of `version` on the disk, also where one was lost with its learner."""
-    for _ in range(context.recipe.retry.attempts + 1):
-        await finish_checkpoint(context, block=True)
-        if version == context.origin or is_checkpointed(context, version):
-            return
-        await start_checkpoint(context, version)
-    await finish_checkpoint(context, block=True)
-    if not is_checkpointed(context, version):
-        text = f"no checkpoint of version {version} could be written; a resume replays training"
-        progress.emit(progress.Event("note", text))
 
 
 async def _say_precision(context: RunContext, learner: list[dict[str, str]], tracker: Tracker) -> bool:

@@ -5,7 +5,8 @@ A fault fires where the code reaches a point of that name (shell patterns are al
 file is not there yet; it makes the marker first, so it fires once, also across processes.
 
 do: "kill" ends this process with SIGKILL; "raise" raises FaultError; "disk_full" raises ENOSPC;
-"memory" raises MemoryError; "hang" sleeps for an hour.
+"memory" raises MemoryError; "hang" sleeps for an hour. "times <number>" breaks nothing: it is what
+`factor` gives back, for a value that comes out wrong.
 """
 
 import errno
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 
 VARIABLE = "FP8RL_FAULTS"
+_TIMES = "times "
 
 
 class FaultError(RuntimeError):
@@ -28,6 +30,16 @@ def point(name: str) -> None:
     planted = os.environ.get(VARIABLE)
     if planted:
         _reach(name, planted)
+
+
+def factor(name: str) -> float:
+    """What a test has multiplied into the value `name`; 1 without one."""
+    planted = os.environ.get(VARIABLE)
+    for fault in json.loads(planted) if planted else ():
+        is_one = fault["do"].startswith(_TIMES) and fnmatch.fnmatchcase(name, fault["at"])
+        if is_one and _first_time(Path(fault["once"]), name):
+            return float(fault["do"].removeprefix(_TIMES))
+    return 1.0
 
 
 def _reach(name: str, planted: str) -> None:

@@ -5,7 +5,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from fp8rl import checkpoints
+from fp8rl import checkpoints, guard
 from fp8rl.files import disk_error
 from fp8rl.lock import RunLock
 from fp8rl.recipe.load import changes
@@ -78,6 +78,7 @@ def fork(
                 "id": parent.id,
                 "version": checkpoint.version,
                 "weights": checkpoint.weights_digest,
+                "guard": guard.window(parent.journal, recipe.guard, checkpoint.version, parent.origin),
                 "changes": {key: list(pair) for key, pair in changes(parent.recipe, recipe).items()},
             },
         }

@@ -101,28 +101,6 @@ def mismatch_panel(
     return {name: float(value) for name, value in panel.items()}
 
 
-def panel_by_version(
-    g: Tensor,
-    p: Tensor,
-    mask: Tensor,
-    versions: Tensor,
-    *,
-    truncate: float,
-    low: float | None = None,
-) -> dict[int, dict[str, float]]:
-    """{weight version: its panel} of the sequences that each version drew; versions: int64 [B].
-
-    A version without a token in the mask has no panel. Under one version its panel is the whole
-    batch's; under several a stale one stands out instead of being averaged away.
-    """
-    panels = {}
-    for version in torch.unique(versions).tolist():
-        rows = versions == version
-        if bool(mask[rows].any()):
-            panels[version] = mismatch_panel(g[rows], p[rows], mask[rows], truncate=truncate, low=low)
-    return panels
-
-
 def before_and_after(
     g: Tensor,
     p: Tensor,

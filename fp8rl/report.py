@@ -43,7 +43,8 @@ def summarise(journal: Journal) -> dict[str, Any]:
 
     Accuracies before the first and after the last iteration; mismatch, throughput and times: median
     over the iterations after the first, which warms caches up (the first where it is the only one).
-    KV cache: greatest use of an iteration, and all preemptions.
+    KV cache: greatest use of an iteration, and all preemptions. guard_fired: iterations in which a rule
+    of the guard did.
     """
     records = journal.iterations()
     # Of a run that was made shorter the last iteration has no evaluation.
@@ -74,6 +75,7 @@ def summarise(journal: Journal) -> dict[str, Any]:
         "learner_tokens_per_sec": median("perf/learner_tokens_per_sec"),
         "kv_peak_use": pressure("kv/peak_use", max),
         "kv_preemptions": pressure("kv/preemptions", sum),
+        "guard_fired": sum(r.metrics.get("guard/fired", 0.0) > 0 for r in records[1:]),
         "iteration_s": median("timing/iteration_s"),
         "steps_s": {step: median(f"timing/{step}_s") for step in STEPS},
     }
@@ -93,6 +95,7 @@ _ROWS = (
     ("  learner tokens/s", "learner_tokens_per_sec", "{:,.0f}"),
     ("KV cache, peak use", "kv_peak_use", "{:.0%}"),
     ("KV cache, preemptions", "kv_preemptions", "{:.0f}"),
+    ("iterations in which the guard fired", "guard_fired", "{:.0f}"),
     ("time of an iteration (s)", "iteration_s", "{:.2f}"),
 )
 

@@ -13,7 +13,9 @@ from fp8rl.lock import require_held
 from fp8rl.report import PUBLISHING, STEPS
 from fp8rl.runs import Run
 
-_AFTER_STEPS = ("evaluate", ITERATION)
+# A person's word after a pause or a stop of the guard: it stands for the train step it was given on.
+GUARD_ANSWER = "guard_answer"
+_AFTER_STEPS = ("evaluate", ITERATION, GUARD_ANSWER)
 
 
 class RewindError(ValueError):

@@ -84,11 +84,14 @@ class LearnerActor:
     def train(self, context: RunContext, iteration: int, micro_batch: int) -> dict[str, Any]:
         """Trains on the committed rollouts and rewards of `iteration`; see `Learner.train`.
 
-        weights: digest of the new master weights.
+        weights: digest of the new master weights. guard: see `UpdateGuard.to_dict`. worst: Parquet, see
+        `worst_samples`.
         """
+        from fp8rl.guard import history
         from fp8rl.learner.batch import make_batch
         from fp8rl.learner.signal import learning_signal
-        from fp8rl.tables import from_parquet
+        from fp8rl.learner.worst import worst_samples
+        from fp8rl.tables import from_parquet, to_parquet
 
         journal, recipe = context.journal, self.learner.recipe
         rollouts = from_parquet(journal.read_file(iteration, "rollout", "rollouts.parquet"))
@@ -109,17 +112,23 @@ class LearnerActor:
             version=version,
             trained=signal.trained,
             micro_batch=micro_batch,
+            history=history(journal, recipe.guard, iteration, context.origin),
         )
         return {
             "version": result.version,
             "weights": self.learner.weights_digest(),
-            "metrics": signal.metrics | result.metrics,
+            "metrics": signal.metrics | result.metrics | {"mismatch/weight_version": float(version)},
             "tokens": int(batch.lengths.sum()),
+            "guard": result.guard,
+            "worst": to_parquet(worst_samples(rollouts, rewards, batch, result.logprobs)),
         }
 
-    def publish(self, folder: Path, version: int) -> dict[str, Any]:
-        """Requantises weight `version` into `folder`; returns the manifest's digest and size."""
-        manifest = self.learner.publish(folder, version=version)
+    def publish(self, folder: Path, version: int, bf16: bool) -> dict[str, Any]:
+        """Requantises weight `version` into `folder`; returns the manifest's digest and size.
+
+        bf16: see `Learner.publish`.
+        """
+        manifest = self.learner.publish(folder, version=version, bf16=bf16)
         return {"digest": manifest.digest, "bytes": manifest.size}
 
     def begin_send(self, folder: Path, version: int) -> str:
@@ -236,29 +245,40 @@ class EngineActor:
         self._buckets: list[Bucket] = []
         self.tokenizer = AutoTokenizer.from_pretrained(context.model_dir, local_files_only=True)
 
-    def status(self) -> dict[str, int | None]:
-        """The weight and KV scale versions held."""
-        return {"version": self.engine.version, "kv_version": self.engine.kv_version}
+    def status(self) -> dict[str, Any]:
+        """The weight and KV scale versions held, and whether the KV cache is FP8."""
+        engine = self.engine
+        return {
+            "version": engine.version,
+            "kv_version": engine.kv_version,
+            "fp8_kv": engine.fp8_kv,
+        }
 
-    def load_weights(self, folder: Path, version: int) -> dict[str, str]:
-        """Loads a published version: its manifest's "digest", or the "fault" of what is there."""
+    def load_weights(self, folder: Path, version: int, bf16: bool) -> dict[str, str]:
+        """Loads a published version: its manifest's "digest", or the "fault" of what is there.
+
+        bf16: see `Engine.begin_sync`.
+        """
         from fp8rl.model.manifest import PublishedWeightsError
         from fp8rl.sync.errors import SyncError
 
         try:
-            return {"digest": self.engine.load_weights(folder, version)}
+            return {"digest": self.engine.load_weights(folder, version, bf16=bf16)}
         except (PublishedWeightsError, SyncError) as error:
             return {"fault": str(error)}
 
-    def begin_sync(self, manifest: str) -> int:
-        """Makes ready for the buckets of the version that `manifest` (JSON) describes; how many."""
+    def begin_sync(self, manifest: str, bf16: bool) -> int:
+        """Makes ready for the buckets of the version that `manifest` (JSON) describes; how many.
+
+        bf16: see `Engine.begin_sync`.
+        """
         from fp8rl.device import resolve
         from fp8rl.model.manifest import Manifest
 
         recipe = self.context.recipe
         self._transport = resolve(recipe).load("transport")()
         described = Manifest.from_json(manifest)
-        self._buckets = self.engine.begin_sync(described, recipe.sync.bucket_bytes)
+        self._buckets = self.engine.begin_sync(described, recipe.sync.bucket_bytes, bf16=bf16)
         return len(self._buckets)
 
     def receive(self, bucket: int, ticket: Any) -> None:

@@ -13,7 +13,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 from ray.exceptions import RayActorError
 
-from fp8rl import checkpoints, machine, progress
+from fp8rl import checkpoints, guard, machine, progress
 from fp8rl.context import RunContext
 from fp8rl.retention import best, old_checkpoints
 from fp8rl.runs import Run
@@ -40,6 +40,7 @@ def _state(context: RunContext, version: int) -> dict[str, Any]:
         "data": {"files": prepared.files, **prepared.output},
         "kv_scales": scales,
         "kv_history": _kv_history(context, version),
+        "guard": guard.window(journal, context.recipe.guard, version, origin),
         "best": best(Run(context.folder)),
         "mlflow_run": context.mlflow_run,
         "machine": machine.describe(),

@@ -20,7 +20,7 @@ from fp8rl.recipe.schema import Device, Linear
 from fp8rl.sync.errors import SyncError
 from fp8rl.sync.probe import Scores, scores_digest
 from tasks.causes import first_line
-from tasks.inputs import masters_digest
+from tasks.inputs import has_fp8_kv, in_bf16, masters_digest
 from tasks.ray_runtime import (
     engine_actor,
     has_answered,
@@ -88,7 +88,7 @@ async def _restore_learner(context: RunContext, actor: Any, version: int) -> Non
     restored = time.perf_counter()
     if held < version and resolve(context.recipe).device is Device.CPU:
         # On shared cores an engine's start beside the replay costs both more than one after the other.
-        await status_of(context, "engine", engine_actor)
+        await engine_for(context, version)
     ready = time.perf_counter()
     for iteration in range(held + 1, version + 1):
         text = f"replay to iteration {version}"
@@ -124,13 +124,39 @@ async def replay(context: RunContext, actor: Any, iteration: int) -> None:
         )
 
 
+def engine_context(context: RunContext, version: int) -> RunContext:
+    """What the engine is made from, whose next weights are `version`: with a BF16 KV cache where the
+    guard has taken that rollout out of FP8. vLLM allocates its cache once, so it cannot be switched as
+    the linears are."""
+    precision = context.recipe.precision
+    if has_fp8_kv(context, version) or precision.kv_cache is Linear.BF16:
+        return context
+    precision = precision.model_copy(update={"kv_cache": Linear.BF16})
+    recipe = context.recipe.model_copy(update={"precision": precision})
+    return context.model_copy(update={"recipe": recipe})
+
+
+async def engine_for(context: RunContext, version: int) -> tuple[Any, dict[str, Any]]:
+    """(handle, what it holds) of an engine that can take weight `version`: alive, and with its KV
+    cache. One with the other cache is made again."""
+    wanted = engine_context(context, version)
+    actor, status = await status_of(wanted, "engine", engine_actor)
+    if status["fp8_kv"] != has_fp8_kv(context, version):
+        kind = "FP8" if has_fp8_kv(context, version) else "BF16"
+        text = f"the engine is made again, with its KV cache in {kind}, for weight version {version}"
+        progress.emit(progress.Event("note", text))
+        release_actor(context, "engine")
+        actor, status = await status_of(wanted, "engine", engine_actor)
+    return actor, status
+
+
 async def ensure_engine(context: RunContext, version: int, *, scales: bool = True) -> Any:
     """The engine, holding the published weight `version`, and its KV scales if `scales`.
 
     One that was given something must score the probe's tokens as recorded, bit by bit, where the device
     repeats its bits. Raises RuntimeError where it loaded other weights than those that were recorded.
     """
-    actor, status = await status_of(context, "engine", engine_actor)
+    actor, status = await engine_for(context, version)
     if not await _give(context, actor, status, version, scales) or not scales:
         return actor
     odd = "the engine scores the probe not as recorded; "
@@ -139,7 +165,7 @@ async def ensure_engine(context: RunContext, version: int, *, scales: bool = Tru
             return actor
         progress.emit(progress.Event("note", odd + "it is made again"))
         release_actor(context, "engine")
-        actor, status = await status_of(context, "engine", engine_actor)
+        actor, status = await engine_for(context, version)
         await _give(context, actor, status, version, scales)
     if not await _scores_as_recorded(context, actor, version):
         text = "it goes on: samples may differ in their last bits from an uninterrupted run's"
@@ -151,15 +177,14 @@ async def _give(
     context: RunContext, actor: Any, status: dict[str, Any], version: int, scales: bool
 ) -> bool:
     """Has the engine load what it lacks of `version`; whether that was anything."""
-    journal, given = context.journal, False
+    given = False
     if status["version"] != version:
-        recorded = journal.record(version, "requantize").output["digest"]
+        recorded = context.journal.record(version, "requantize").output["digest"]
         await load_published(context, actor, version, recorded)
         status["kv_version"] = None
         given = True
-    fp8_kv = context.recipe.precision.kv_cache is Linear.FP8
-    if scales and fp8_kv and status["kv_version"] != version:
-        content = journal.read_file(version, "recalibrate_kv", "kv_scales.json").decode()
+    if scales and has_fp8_kv(context, version) and status["kv_version"] != version:
+        content = context.journal.read_file(version, "recalibrate_kv", "kv_scales.json").decode()
         await wait(actor.apply_kv_scales.remote(content))
         given = True
     return given
@@ -185,16 +210,16 @@ async def load_published(context: RunContext, engine: Any, version: int, recorde
 
     Raises RuntimeError where the weights are not those whose manifest has the digest `recorded`.
     """
-    folder = context.journal.weights_folder(version)
-    loaded = await wait(engine.load_weights.remote(folder, version))
+    folder, bf16 = context.journal.weights_folder(version), in_bf16(context, version)
+    loaded = await wait(engine.load_weights.remote(folder, version, bf16))
     if loaded.get("digest") == recorded:
         return
     fault = loaded.get("fault", f"{folder} holds other weights than those that were recorded")
     progress.emit(progress.Event("note", f"weights are published again: {fault}"))
     learner = await ensure_learner(context, version)
-    published = await wait(learner.publish.remote(folder, version))
+    published = await wait(learner.publish.remote(folder, version, bf16))
     require_digest(version, published["digest"], recorded)
-    loaded = await wait(engine.load_weights.remote(folder, version))
+    loaded = await wait(engine.load_weights.remote(folder, version, bf16))
     if "fault" in loaded:
         raise SyncError(loaded["fault"])
     require_digest(version, loaded["digest"], recorded)

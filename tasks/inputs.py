@@ -1,9 +1,22 @@
-"""What steps name as what they come from: digests and versions, read from the journal."""
+"""What steps name as what they come from: digests, versions and the rollout's precision, read from
+the journal."""
 
 from typing import Any
 
 from fp8rl.context import RunContext
+from fp8rl.guard import rollout_is_bf16
 from fp8rl.recipe.schema import Linear
+
+
+def in_bf16(context: RunContext, version: int) -> bool:
+    """Whether the guard has taken the rollout under weight `version` out of FP8."""
+    return rollout_is_bf16(context.journal, context.recipe.guard, version, context.origin)
+
+
+def has_fp8_kv(context: RunContext, version: int) -> bool:
+    """Whether the KV cache of the rollout under weight `version` is FP8."""
+    fp8 = context.recipe.precision.kv_cache is Linear.FP8
+    return fp8 and not in_bf16(context, version)
 
 
 def masters_digest(context: RunContext, version: int) -> str:
@@ -20,7 +33,7 @@ def weights_inputs(context: RunContext, version: int) -> dict[str, Any]:
         "weight_version": version,
         "weights": journal.record(version, "requantize").output["digest"],
     }
-    if context.recipe.precision.kv_cache is Linear.FP8:
+    if has_fp8_kv(context, version):
         inputs["kv_scales"] = journal.record(version, "recalibrate_kv").digest_of("kv_scales.json")
     return inputs
 

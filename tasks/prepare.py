@@ -14,7 +14,7 @@ from fp8rl.context import RunContext
 from fp8rl.device import compute_environment
 from fp8rl.files import copy_atomic, file_sha256, fsync_file, sha256
 from fp8rl.journal import MODEL_FILE
-from tasks.ensure import ensure_learner, status_of
+from tasks.ensure import engine_context, engine_for, ensure_learner
 from tasks.ray_runtime import engine_actor, is_new, learner_actor, wait
 from tasks.step import step
 
@@ -118,11 +118,11 @@ async def open_engines(context: RunContext, version: int) -> list[dict[str, str]
 
 
 async def _open(context: RunContext, version: int) -> list[dict[str, str]]:
-    engine_actor(context)  # starts in the background
+    engine_actor(engine_context(context, version))  # starts in the background
     learner = await ensure_learner(context, version)
     table: list[dict[str, str]] = await wait(learner.precision_table.remote())
     progress.emit(progress.Event("phase", "vLLM starts"))
-    await status_of(context, "engine", engine_actor)
+    await engine_for(context, version)
     return table
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 from fp8rl.context import RunContext
 from fp8rl.model.kv_scales import KvScales
-from fp8rl.recipe.schema import KvCalibration, Linear
+from fp8rl.recipe.schema import KvCalibration
 from tasks.ensure import ensure_engine, ensure_learner
-from tasks.inputs import file_digest, masters_digest, prompts_digest
+from tasks.inputs import file_digest, has_fp8_kv, masters_digest, prompts_digest
 from tasks.ray_runtime import wait
 from tasks.step import step
 from tasks.sync import probe_engine
@@ -14,7 +14,7 @@ from tasks.sync import probe_engine
 
 def _inputs(context: RunContext, iteration: int) -> dict[str, Any]:
     inputs = {"weight_version": iteration, "weights": masters_digest(context, iteration)}
-    if context.recipe.precision.kv_cache is not Linear.FP8:
+    if not has_fp8_kv(context, iteration):
         return inputs
     if iteration == context.origin:
         return inputs | {"prompts": prompts_digest(context, "train")}
@@ -31,7 +31,7 @@ async def recalibrate_kv(
     """
     learner = await ensure_learner(context, iteration)
     engine = await ensure_engine(context, iteration, scales=False)
-    if context.recipe.precision.kv_cache is not Linear.FP8:
+    if not has_fp8_kv(context, iteration):
         probed, metrics = await probe_engine(context, learner, engine, iteration)
         return {}, {"output": {"needed": False, **probed}, "metrics": metrics}
     content: str

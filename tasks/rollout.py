@@ -9,13 +9,14 @@ from typing import Any
 from fp8rl import faults, progress
 from fp8rl.context import RunContext
 from fp8rl.journal import JournalError, StepRecord
+from fp8rl.recipe.guard import Action
 from fp8rl.recipe.schema import Linear
 from fp8rl.rollout.kv_shares import kv_metrics, total
 from fp8rl.rollout.pressure import Pressure
 from fp8rl.rollout.samples import join, rollout_metrics
 from fp8rl.tables import from_parquet, to_parquet
 from tasks.ensure import ensure_engine
-from tasks.inputs import prompts_digest, weights_inputs
+from tasks.inputs import has_fp8_kv, in_bf16, prompts_digest, weights_inputs
 from tasks.ray_runtime import wait
 from tasks.step import step
 
@@ -53,9 +54,11 @@ async def rollout(context: RunContext, iteration: int) -> tuple[dict[str, bytes]
         "generated_tokens": sum(map(len, columns["tokens"])),
         "chunks": len(chunks),
     }
-    if context.recipe.precision.kv_cache is Linear.FP8:
+    if has_fp8_kv(context, version):
         output["kv"] = total([record.output["kv"] for record in records])
         metrics |= kv_metrics(output["kv"])
+    if context.recipe.guard.has(Action.ROLLOUT_BF16):
+        metrics["guard/rollout_bf16"] = float(in_bf16(context, version))
     content = to_parquet(columns)
     faults.point(f"rollout:{iteration}:joined")
     return {"rollouts.parquet": content}, {"metrics": metrics, "output": output}

@@ -10,6 +10,7 @@ from typing import Any
 
 from fp8rl.context import RunContext
 from fp8rl.sync import probe
+from tasks.inputs import in_bf16
 from tasks.ray_runtime import until_there, wait
 
 
@@ -32,7 +33,7 @@ async def send_weights(context: RunContext, learner: Any, engine: Any, version: 
 async def _send(context: RunContext, learner: Any, engine: Any, version: int) -> str:
     folder = context.journal.weights_folder(version)
     manifest = await wait(learner.begin_send.remote(folder, version))
-    buckets: int = await wait(engine.begin_sync.remote(manifest))
+    buckets: int = await wait(engine.begin_sync.remote(manifest, in_bf16(context, version)))
     taken = None
     for index in range(buckets):
         sent = learner.send.remote(version, index)

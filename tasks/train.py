@@ -22,17 +22,19 @@ def _inputs(context: RunContext, iteration: int) -> dict[str, Any]:
 
 @step("train", _inputs)
 async def train(context: RunContext, iteration: int) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Its record is its output: losses, mismatch, gradient norm, and the digest of the new weights."""
+    """Writes worst_samples.parquet. Its record: losses, mismatch, gradient norm, what the guard
+    decided, and the digest of the new weights."""
     learner = await ensure_learner(context, iteration - 1)
     size = _micro_batch(context, iteration)
     result = await wait(learner.train.remote(context, iteration, size))
-    return {}, {
+    return {"worst_samples.parquet": result["worst"]}, {
         "metrics": result["metrics"],
         "output": {
             "weight_version": result["version"],
             "weights": result["weights"],
             "tokens": result["tokens"],
             "micro_batch": size,
+            "guard": result["guard"],
         },
     }
 

@@ -5,8 +5,9 @@ each method that depends on the weights takes the version that its caller expect
 another, so that a restarted or doubly called learner cannot pass unnoticed.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ from fp8rl.learner.checkpoint import (
 from fp8rl.learner.logprobs import token_logprobs
 from fp8rl.learner.loss import Denominators
 from fp8rl.learner.objective import PolicyObjective, Tally
+from fp8rl.learner.update_guard import UpdateGuard
 from fp8rl.model.dims import read_dims
 from fp8rl.model.kv_observer import KvObserver
 from fp8rl.model.kv_scales import KvScales
 from fp8rl.model.manifest import SCALE_FORMAT, SCALE_SUFFIX, Manifest, Spec
 from fp8rl.model.megatron import PolicyModel, read_hf_weights
-from fp8rl.model.precision import assert_effective, effective_rows, make_plan
+from fp8rl.model.precision import Format, assert_effective, effective_rows, make_plan
 from fp8rl.model.published import write_published
 from fp8rl.recipe.rules import kv_percentile, learner_fp8, plan_rules, rollout_fp8
 from fp8rl.recipe.schema import Linear, Recipe
@@ -47,10 +49,13 @@ class VersionError(RuntimeError):
 
 @dataclass
 class TrainResult:
-    """version: of the new weights. metrics: by the name that tracking uses."""
+    """version: of the new weights. metrics: by the name that tracking uses. guard: what it decided.
+    logprobs: p [B, T], the learner's before the first update."""
 
     version: int
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float]
+    guard: dict[str, Any]
+    logprobs: Tensor
 
 
 class Learner:
@@ -162,7 +167,7 @@ class Learner:
         logp, _ = self._logprobs(batch, 1.0)
         loss = -torch.where(batch.mask, logp, 0.0).sum() / tokens
         loss.backward()
-        self._step(lr)
+        self._step(lr, self._clip())
         self.version = None  # no published version has these weights
         return float(loss)
 
@@ -175,6 +180,7 @@ class Learner:
         version: int,
         trained: Tensor | None = None,
         micro_batch: int | None = None,
+        history: Sequence[Sequence[str]] = (),
     ) -> TrainResult:
         """Trains on one iteration's samples, which weight `version` drew; makes version + 1.
 
@@ -182,7 +188,10 @@ class Learner:
         micro_batch: sequences at a time; the recipe's where None. Metrics compare rollout and learner
         before the first update. With one update the old log-probs are those of the training forward
         itself; with more, or where the objective needs the whole batch first, a pass of their own
-        computes them. An update with nothing to train on is left out, and counted.
+        computes them. An update with nothing to train on is left out, and counted; so are all from the
+        first that the recipe's guard does not allow (history: see `guard.judge`). The version counts up
+        whether or not a step was made. Raises FloatingPointError where the gradient's norm is not
+        finite and no rule of the guard skips the update.
         """
         self.require_version(version)
         options, objective = self.recipe.learner, self.objective
@@ -191,7 +200,9 @@ class Learner:
         old = None
         if options.updates > 1 or objective.needs_old_logprobs:
             old = self.logprobs(batch, version=version, micro_batch=micro_batch)
-        plan = objective.begin(batch, old, trained)
+        guard = UpdateGuard(self.recipe.guard, history)
+        plan = guard.mask(objective, batch, objective.begin(batch, old, trained), old)
+        panel: dict[str, float] = {}
         self.version = None  # half-trained until the end
         p_parts, entropies, losses, norms = [], [], [], []
         tally = Tally()
@@ -218,27 +229,42 @@ class Learner:
                 tally.add(out)
                 entropies.append(entropy.detach()[micro.mask])
                 p_parts.append(torch.nn.functional.pad(p, (0, batch.g.shape[1] - columns)))
-            norms.append(0.0 if denominators.empty else self._step(lr))
+            norms.append(0.0 if denominators.empty else self._clip())
             losses.append(total)
+            # With several updates p is known before the first; with one, it is whole by now.
+            panel = panel or objective.metrics(batch, plan, torch.cat(p_parts) if old is None else old)
+            panel["train/entropy"] = float(torch.cat(entropies).mean())
+            if not guard.allows(panel | {"train/grad_norm": norms[-1]}):
+                break
+            if not denominators.empty:
+                self._step(lr, norms[-1])
+        self.optimiser.zero_grad(set_to_none=True)
         assert_effective(self.plan, self.model.effective_formats(), where="the learner")
         self.version = version + 1
-        metrics = objective.metrics(batch, plan, torch.cat(p_parts)) | {
+        metrics = panel | {
             "train/loss": sum(losses) / len(losses),
             "train/grad_norm": max(norms),
             "train/lr": lr,
             **tally.metrics(),
-            "train/entropy": float(torch.cat(entropies).mean()),
+            **guard.metrics(),
         }
-        return TrainResult(self.version, metrics)
+        p = torch.cat(p_parts) if old is None else old
+        return TrainResult(self.version, metrics, guard.to_dict(), p)
 
-    def _step(self, lr: float) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(
-            self._parameters, self.recipe.learner.grad_clip, error_if_nonfinite=True
-        )
+    def _clip(self) -> float:
+        """Clips the gradients; their norm before that."""
+        return float(torch.nn.utils.clip_grad_norm_(self._parameters, self.recipe.learner.grad_clip))
+
+    def _step(self, lr: float, norm: float) -> None:
+        """One step of the optimiser on the clipped gradients, whose norm was `norm`."""
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient's norm is {norm}: no step can be made of it. Look at mismatch/* and at "
+                "the rewards; a rule of guard.rules with the action skip_update leaves such a batch out"
+            )
         for group in self.optimiser.param_groups:
             group["lr"] = lr
         self.optimiser.step()
-        return float(norm)
 
     def start_checkpoint(
         self, folder: Path, *, version: int, state: dict[str, Any], asynchronous: bool
@@ -282,15 +308,16 @@ class Learner:
         self.version = state["version"]
         return state
 
-    def published_specs(self) -> list[Spec]:
+    def published_specs(self, *, bf16: bool = False) -> list[Spec]:
         """What the rollout engine is to hold, by Hugging Face name, in the order of the name table.
 
-        FP8: float8_e4m3fn codes, and FP32 descales under `<name>_scale_inv`. The rest: BF16.
+        FP8: float8_e4m3fn codes, and FP32 descales under `<name>_scale_inv`. The rest: BF16; with
+        `bf16` all of it, whatever the plan says.
         """
         scheme = rollout_fp8(self.recipe.precision).weight
         specs = []
         for slot in self.model.table:
-            fmt = self.rollout_plan[slot.hf[0]].format
+            fmt = Format.BF16 if bf16 else self.rollout_plan[slot.hf[0]].format
             for name, rows in zip(slot.hf, slot.rows, strict=True):
                 shape = (rows,) if slot.columns is None else (rows, slot.columns)
                 if not fmt.is_fp8:
@@ -301,23 +328,29 @@ class Learner:
                 specs.append(Spec(scale, scheme.scale_shape(*shape), "float32", SCALE_FORMAT))
         return specs
 
-    def published_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def published_tensors(self, *, bf16: bool = False) -> Iterator[tuple[str, Tensor]]:
         """The tensors of `published_specs`, one after the other: all at once they would be a copy of
         the model."""
         scheme = rollout_fp8(self.recipe.precision).weight
         for slot in self.model.table:
-            if self.rollout_plan[slot.hf[0]].format.is_fp8:
+            if self.rollout_plan[slot.hf[0]].format.is_fp8 and not bf16:
                 for name, codes in self.model.quantised(slot, scheme).items():
                     yield name, codes.float8()
-                    yield name + SCALE_SUFFIX, codes.scale_inv
+                    scales = name + SCALE_SUFFIX
+                    factor = faults.factor(f"learner:scale:{self.version}:{scales}")
+                    yield scales, codes.scale_inv if factor == 1 else codes.scale_inv * factor
             else:
                 for name, master in self.model.export_slot(slot).items():
                     yield name, master.bfloat16()
 
-    def publish(self, folder: Path, *, version: int) -> Manifest:
-        """Requantises weight `version` and writes it into `folder` with its manifest."""
+    def publish(self, folder: Path, *, version: int, bf16: bool = False) -> Manifest:
+        """Requantises weight `version` and writes it into `folder` with its manifest.
+
+        bf16: all of it in BF16, for rollouts that the guard has taken out of FP8.
+        """
         self.require_version(version)
-        return write_published(folder, version, self.published_specs(), self.published_tensors())
+        specs, tensors = self.published_specs(bf16=bf16), self.published_tensors(bf16=bf16)
+        return write_published(folder, version, specs, tensors)
 
     def save(self, folder: Path) -> None:
         """Writes the FP32 master weights into `folder`, as Hugging Face does."""

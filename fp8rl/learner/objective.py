@@ -6,7 +6,7 @@ rejection, normalised weights, and so the denominators), then each micro-batch (
 reported (`metrics`). With the default recipe nothing needs the whole batch but the count of tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from fp8rl.learner.batch import Batch
 from fp8rl.learner.correction import correct, importance_weights, limits
 from fp8rl.learner.loss import Denominators, PolicyLoss, aggregate, policy_loss
 from fp8rl.learner.validity import Validity, judge
-from fp8rl.mismatch import before_and_after
+from fp8rl.mismatch import before_and_after, sequence_errors
+from fp8rl.recipe.guard import Action
 from fp8rl.recipe.schema import Recipe
 
 
@@ -41,6 +42,10 @@ class Plan:
             None if self.weights is None else self.weights[rows, :columns],
         )
 
+    def without(self, rows: Tensor) -> "Plan":
+        """The same, with nothing of the sequences `rows` (bool [B]) trained on."""
+        return replace(self, mask=self.mask & ~rows[:, None])
+
     def rollout_logprobs(self, p: Tensor) -> Tensor:
         """[B, T]: g, and for neutral samples the learner's own `p`."""
         return torch.where(self.neutral[:, None], p, self.g)
@@ -59,12 +64,13 @@ class PolicyObjective:
         self.options = recipe.learner
         self.correction = recipe.correction
         self.length = recipe.learner.aggregation_length or recipe.rollout.max_new_tokens
+        self._guard_masks = recipe.guard.has(Action.MASK)
 
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether p of the whole batch is needed before the first micro-batch is trained on: what is
         rejected decides the denominators, and a mean of weights is over all of them."""
-        return bool(self.correction.reject) or self.correction.normalise
+        return bool(self.correction.reject) or self.correction.normalise or self._guard_masks
 
     @property
     def needs_entropy_gradient(self) -> bool:
@@ -123,6 +129,16 @@ class PolicyObjective:
         target = c.detach() if self.correction.bypass else p
         return importance_weights(target, g, part.candidates, self.correction)
 
+    @staticmethod
+    def _compared(batch: Batch, validity: Validity) -> Tensor:
+        return batch.mask & (validity.kept & ~validity.neutral)[:, None]
+
+    def sequence_errors(self, batch: Batch, p: Tensor) -> tuple[Tensor, Tensor]:
+        """(bool [B]: sequences of which rollout and learner are compared, float64 [B]: see
+        `mismatch.sequence_errors`); p [B, T]."""
+        compared = self._compared(batch, self._judge(batch))
+        return compared.any(1), sequence_errors(batch.g, p, compared)
+
     def metrics(self, batch: Batch, plan: Plan, p: Tensor) -> dict[str, float]:
         """mismatch/* and correction/* of the whole batch; p [B, T]: before the first update.
 
@@ -130,7 +146,7 @@ class PolicyObjective:
         not compared; one of the learner's that is NaN makes the panel NaN.
         """
         validity = self._judge(batch)
-        compared = batch.mask & (validity.kept & ~validity.neutral)[:, None]
+        compared = self._compared(batch, validity)
         low, high = limits(self.correction)
         found: dict[str, float] = {"mismatch/invalid_samples": float(validity.samples)}
         if bool(compared.any()):
@@ -138,7 +154,11 @@ class PolicyObjective:
                 batch.g, p, compared, plan.mask & compared, truncate=high, low=low or None
             )
             found |= {f"mismatch/{name}": value for name, value in panel.items()}
-        found["mismatch/nan_count"] = found.get("mismatch/nan_count", 0.0) + validity.tokens
+        count = found.get("mismatch/nan_count", 0.0) + validity.tokens
+        tokens = int(batch.mask.sum())
+        found["mismatch/nan_count"] = count
+        found["mismatch/nan_share"] = count / tokens
+        found["train/masked_share"] = 1 - int(plan.mask.sum()) / tokens
         corrected = correct(p, plan.rollout_logprobs(p), plan.candidates, self.correction)
         return found | {f"correction/{name}": value for name, value in corrected.metrics.items()}
 

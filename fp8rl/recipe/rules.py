@@ -7,6 +7,7 @@ from fp8rl.model import transformer_engine
 from fp8rl.model.dims import ModelDims
 from fp8rl.model.precision import Format, PlanRules, PrecisionPlanError, make_plan
 from fp8rl.numerics.formats import Fp8Recipe, ScaleRule, Scaling, fp8_recipe
+from fp8rl.recipe.guard import guard_problems
 from fp8rl.recipe.objective_rules import compares_logprobs, objective_problems, objective_warnings
 from fp8rl.recipe.schema import (
     Device,
@@ -137,6 +138,7 @@ def check(recipe: Recipe, dims: ModelDims) -> list[Violation]:
         *_model(recipe),
         *_sampling(recipe),
         *(Violation(keys, message) for keys, message in objective_problems(recipe)),
+        *(Violation(keys, message) for keys, message in guard_problems(recipe.guard)),
         *_precision(recipe, dims),
         *_sizes(recipe, dims),
     ]

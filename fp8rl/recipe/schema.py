@@ -12,6 +12,7 @@ from pydantic import Field
 from fp8rl.files import values_digest
 from fp8rl.numerics.formats import Scaling
 from fp8rl.recipe.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from fp8rl.recipe.guard import Guard
 from fp8rl.recipe.objective import Correction, Objective
 
 _NOT_NUMBERS = {
@@ -312,6 +313,7 @@ class Recipe(Section):
     sync: Sync = Sync()
     learner: Learner = Learner()
     correction: Correction = Correction()
+    guard: Guard = Guard()
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
     retry: Retry = Retry()

@@ -48,6 +48,12 @@ class CudaEngine(Engine):
         """None: a CUDA graph would go past a Python hook, and vLLM's kernels there round to nearest."""
         return None
 
+    def _switch_linears(self, bf16: bool) -> None:
+        raise EngineStateError(
+            "vLLM's own FP8 linears are not switched to BF16 yet: take the action rollout_bf16 out of "
+            "guard.rules"
+        )
+
     def sleep(self) -> None:
         """Gives up weights and KV cache. What the engine held no longer counts."""
         self.version = self.kv_version = None

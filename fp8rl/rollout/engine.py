@@ -79,6 +79,7 @@ class Engine:
         self.weights = self.inside(self._weights_view)
         self.version: int | None = None
         self.kv_version: int | None = None
+        self.linears_bf16 = False
         self._receiver: Receiver | None = None
         self._manifest = Manifest(-1, {})
         self._kv_writes = self._hook_kv_writes() if self.fp8_kv else None
@@ -126,16 +127,20 @@ class Engine:
         counts: dict[str, list[int]] = self._kv_writes.take()
         return counts
 
-    def begin_sync(self, manifest: Manifest, bucket_bytes: int) -> list[Bucket]:
+    def begin_sync(self, manifest: Manifest, bucket_bytes: int, *, bf16: bool = False) -> list[Bucket]:
         """Makes ready for the buckets of a weight version, which it returns: from here on nothing is
         generated.
 
-        KV scales of another version no longer count. Raises PublishedWeightsError naming what does not
-        fit, EngineStateError where sequences are being generated.
+        bf16: the version is in BF16 whatever the plan says, and so are the linears from here on; they
+        are in the plan's formats again with the next version without it. KV scales of another version
+        no longer count. Raises PublishedWeightsError naming what does not fit, EngineStateError where
+        sequences are being generated.
         """
         if self.llm.llm_engine.has_unfinished_requests():
             raise EngineStateError("weights came while sequences are being generated")
         self.version = self.kv_version = self._receiver = None
+        if bf16 != self.linears_bf16:
+            self._switch_linears(bf16)
         self._receiver = Receiver(self.weights.views(), manifest, bucket_bytes)
         self._manifest = manifest
         return self._receiver.buckets
@@ -167,17 +172,26 @@ class Engine:
         self.version = self._manifest.version
         return self._manifest.digest
 
-    def load_weights(self, folder: Path, version: int) -> str:
+    def _switch_linears(self, bf16: bool) -> None:
+        from fp8rl.rollout.vllm_plugin import switch_linears
+
+        self.inside(lambda model: switch_linears(model, bf16=bf16))
+        self.weights = self.inside(self._weights_view)
+        linear = Linear.BF16 if bf16 else self.recipe.precision.rollout
+        self.plan = make_plan(plan_rules(self.recipe.precision, linear), self.dims)
+        self.linears_bf16 = bf16
+
+    def load_weights(self, folder: Path, version: int, *, bf16: bool = False) -> str:
         """A sync of weight `version` from its published folder; returns the manifest's digest.
 
-        Raises PublishedWeightsError as `PublishedFile` and `begin_sync`, SyncError where its bytes are
-        not the manifest's, and what `finish_sync` raises.
+        bf16: see `begin_sync`. Raises PublishedWeightsError as `PublishedFile` and `begin_sync`,
+        SyncError where its bytes are not the manifest's, and what `finish_sync` raises.
         """
         self.version = self.kv_version = None
         limit = self.recipe.sync.bucket_bytes
         sender = Sender(folder, version, limit)
         try:
-            for bucket in self.begin_sync(sender.manifest, limit):
+            for bucket in self.begin_sync(sender.manifest, limit, bf16=bf16):
                 self.receive(bucket.index, sender.payload(bucket.index))
         finally:
             sender.close()

@@ -167,6 +167,28 @@ class Fp8Linear(LinearMethodBase):
         """Prepares the products from the codes; called again after each change."""
         layer.fp8rl_prepared = self.products.prepare(self.fused_weight(layer))
 
+    def to_bf16(self, layer: Any) -> None:
+        """Has `layer` hold and compute in BF16; its weight is to be loaded then."""
+        self._give_up(layer)
+        del layer.weight_scale_inv
+        weight = torch.zeros(layer.weight.shape, dtype=torch.bfloat16)
+        layer.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
+        layer.quant_method = Bf16InsteadOfFp8(self)
+
+    def back(self, layer: Any) -> None:
+        """The way back from `to_bf16`; codes and descales are to be loaded then."""
+        self._give_up(layer)
+        n, k = layer.weight.shape
+        self.create_weights(layer, k, list(layer.fp8rl_rows), k, n, torch.bfloat16)
+        layer.quant_method = self
+
+    @staticmethod
+    def _give_up(layer: Any) -> None:
+        """What was prepared from the weight, and what the last forward ran, do not count any more."""
+        for name in ("fp8rl_effective", "fp8rl_prepared", "cpu_linear"):
+            if hasattr(layer, name):
+                delattr(layer, name)
+
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] -> [..., N] in x's dtype."""
         layer.fp8rl_effective = self.format
@@ -177,3 +199,29 @@ class Fp8Linear(LinearMethodBase):
             raise error.of(self.name) from None
         out = out.view(*x.shape[:-1], -1)
         return out if bias is None else out + bias
+
+
+class Bf16InsteadOfFp8(ReplaceableBf16Linear):
+    """A linear that was built for FP8 and is in BF16 for now. fp8: its own method."""
+
+    def __init__(self, fp8: Fp8Linear) -> None:
+        super().__init__()
+        self.fp8 = fp8
+
+
+def switch_linears(model: torch.nn.Module, *, bf16: bool) -> int:
+    """Has every FP8 linear of the live `model` hold and compute in BF16, or in FP8 again; how many.
+
+    They hold nothing then: weights of that precision have to be loaded before the next forward.
+    """
+    switched = 0
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if bf16 and isinstance(method, Fp8Linear):
+            method.to_bf16(layer)
+        elif not bf16 and isinstance(method, Bf16InsteadOfFp8):
+            method.fp8.back(layer)
+        else:
+            continue
+        switched += 1
+    return switched

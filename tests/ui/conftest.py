@@ -195,6 +195,16 @@ class Prefect:
         answer = self.post(f"/flow_runs/{run_id}/set_state", state=state, force=False)
         assert answer["status"] == "ACCEPT", answer
 
+    def resume(self, run_id: str) -> None:
+        """Resume of a paused flow run, as the UI's button posts it."""
+        answer = self.post(f"/flow_runs/{run_id}/resume")
+        assert answer["status"] == "ACCEPT", answer
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The events of that name, the earliest first."""
+        found = self.post("/events/filter", filter={"event": {"name": [name]}})["events"]
+        return sorted(found, key=lambda event: event["occurred"])
+
     def iterations(self, run_id: str) -> list[dict[str, Any]]:
         """The flow run's subflow runs, in order of their start. A retry has those that did not complete
         run anew, and shows both.
@@ -255,14 +265,14 @@ class Seen:
 
 
 class Trained:
-    """A training run of the deployment, and the ways to break it."""
+    """A training run of the deployment, and the ways to break it. more: further recipe overrides."""
 
-    def __init__(self, prefect: Prefect, runs: Path, name: str) -> None:
+    def __init__(self, prefect: Prefect, runs: Path, name: str, *more: str) -> None:
         self.prefect = prefect
         self.run = Run(runs / name)
         self._marks = runs / f".{name}-faults"
         # As a user writes it: from the repository's root, which is not the worker's own folder.
-        overrides = [*OVERRIDES, f"name={name}", f"runs_dir={os.path.relpath(runs, ROOT)}"]
+        overrides = [*OVERRIDES, *more, f"name={name}", f"runs_dir={os.path.relpath(runs, ROOT)}"]
         recipe = load_recipe(ROOT / "configs" / "tiny" / "fp8-e2e-kv.yaml", overrides).recipe
         self.recipe = recipe.model_dump(mode="json")
         self.id = ""

@@ -340,9 +340,14 @@ def test_shaped_rewards_make_advantages_and_both_are_told():
 class Committed:
     """An iteration's tables, as the journal gives them."""
 
+    origin = 0
+
     def __init__(self, rollouts, rewards):
         self.content = {"rollout": to_parquet(rollouts), "reward": to_parquet(rewards)}
         self.journal = self
+
+    def is_committed(self, iteration, step):
+        return False
 
     def read_file(self, iteration, step, name):
         return self.content[step]
@@ -354,6 +359,7 @@ def test_the_train_step_shapes_filters_and_applies_the_rule_for_invalid_log_prob
         "weight_version": [0] * 6,
         "sample": [0, 1, 2] * 2,
         "prompt_tokens": [[2, 3]] * 6,
+        "text": ["answer"] * 6,
         "logprobs": [[-1.5] * len(tokens) for tokens in rollouts["tokens"]],
     }
     rollouts["logprobs"][4][1] = None

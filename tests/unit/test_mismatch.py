@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rl.mismatch import before_and_after, mismatch_panel, panel_by_version, sequence_errors
+from fp8rl.mismatch import before_and_after, mismatch_panel, sequence_errors
 
 
 def k3(x):
@@ -130,19 +130,6 @@ def test_padding_and_order_do_not_matter():
         assert mismatch_panel(*wide, truncate=2) == pytest.approx(want, rel=1e-6)
     order = [3, 0, 4, 2, 1]
     assert mismatch_panel(g[order], p[order], mask[order], truncate=2) == pytest.approx(want, rel=1e-6)
-
-
-def test_a_stale_version_stands_out_when_split_by_version():
-    g, p, mask = map(torch.from_numpy, inputs())
-    p[3] = g[3] - 1.0  # drawn by other weights
-    versions = torch.tensor([7, 7, 9, 6, 7])
-    mask[2] = False  # version 9 has no token
-    got = panel_by_version(g, p, mask, versions, truncate=2)
-    assert got.keys() == {6, 7}
-    assert got[6]["token_mult_prob_error"] == pytest.approx(math.e, rel=1e-6)
-    fresh = versions == 7
-    assert got[7] == mismatch_panel(g[fresh], p[fresh], mask[fresh], truncate=2)
-    assert got[7]["token_mult_prob_error"] < 1.3
 
 
 def test_the_panel_before_masking_does_not_see_the_masking():
