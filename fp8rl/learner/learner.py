@@ -7,6 +7,7 @@ another, so that a restarted or doubly called learner cannot pass unnoticed.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ from fp8rl.learner.checkpoint import (
     restore_rng,
     weights_digest,
 )
-from fp8rl.learner.logprobs import token_logprobs
+from fp8rl.learner.kl import PriorLogprobs, ReferenceMissingError
+from fp8rl.learner.logprobs import batch_logprobs, token_logprobs
 from fp8rl.learner.loss import Denominators
 from fp8rl.learner.objective import PolicyObjective, Tally
+from fp8rl.learner.reference import ReferencePolicy
 from fp8rl.model.dims import read_dims
 from fp8rl.model.kv_observer import KvObserver
 from fp8rl.model.kv_scales import KvScales
@@ -57,7 +60,10 @@ class Learner:
     """Trains the policy of `recipe` whose Hugging Face folder is `model_dir`.
 
     linear: format of the linears; the recipe's own where None (the warm start always asks for BF16).
+    Where `learner.kl` is on, training needs `load_reference` besides.
     """
+
+    reference: ReferencePolicy | None = None
 
     def __init__(self, model_dir: Path, recipe: Recipe, *, linear: Linear | None = None) -> None:
         torch.set_num_threads(recipe.threads or torch.get_num_threads())
@@ -70,12 +76,14 @@ class Learner:
         self.plan = make_plan(plan_rules(precision, linear or precision.learner), self.dims)
         self.rollout_plan = make_plan(plan_rules(precision, precision.rollout), self.dims)
         backends = resolve(recipe)
-        self.model: PolicyModel = backends.load("policy_model")(
+        self._build = partial(
+            backends.load("policy_model"),
             self.dims,
             self.plan,
             fp8=learner_fp8(precision),
             fp8_backend=backends.fp8_backend,
         )
+        self.model: PolicyModel = self._build()
         self.version: int | None = None
         self.objective = PolicyObjective(recipe)
         self._writer = CheckpointWriter()
@@ -101,6 +109,17 @@ class Learner:
         self.model.load(read_hf_weights(folder, self.dims))
         self.version = version
 
+    def load_reference(self, folder: Path, digest: str | None = None) -> None:
+        """Loads the reference policy of `learner.kl`, frozen, from the run's initial weights in
+        `folder`; does nothing where it is off.
+
+        digest: of the reference that a checkpoint was trained against (its state's "reference"); None
+        where there is none. Raises ReferenceMismatchError where it is another.
+        """
+        if self.objective.needs_reference:
+            self.reference = None  # never two of them in memory
+            self.reference = ReferencePolicy.load(self._build, folder, self.plan, digest)
+
     def precision_table(self) -> list[dict[str, str]]:
         """Requested and effective format of every parameter.
 
@@ -110,10 +129,6 @@ class Learner:
             self.model(torch.zeros(1, 2, dtype=torch.int64))
         return effective_rows(self.plan, self.model.effective_formats(), where="the learner")
 
-    def _micro_batches(self, batch: Batch, size: int) -> list[Batch]:
-        count = len(batch.lengths)
-        return [batch.rows(slice(i, min(i + size, count))) for i in range(0, count, size)]
-
     def _logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         return token_logprobs(
             self.model(batch.tokens),
@@ -122,7 +137,6 @@ class Learner:
             entropy_gradient=self.objective.needs_entropy_gradient,
         )
 
-    @torch.no_grad()
     def logprobs(
         self,
         batch: Batch,
@@ -137,14 +151,26 @@ class Learner:
         """
         self.require_version(version)
         temperature = self.recipe.rollout.temperature if temperature is None else temperature
-        result = torch.zeros_like(batch.g)
-        start = 0
-        for part in self._micro_batches(batch, micro_batch or self.recipe.learner.micro_batch):
-            logp, _ = self._logprobs(part, temperature)
-            rows = slice(start, start + len(part.lengths))
-            result[rows, : logp.shape[1]] = torch.where(part.mask, logp, 0.0)
-            start = rows.stop
-        return result
+        size = micro_batch or self.recipe.learner.micro_batch
+        return batch_logprobs(self.model, batch, temperature, size)
+
+    def prior_logprobs(
+        self, batch: Batch, *, version: int, micro_batch: int | None = None
+    ) -> PriorLogprobs:
+        """What `train` needs of `batch` before its first update; version, micro_batch as there.
+
+        Raises ReferenceMissingError where `learner.kl` is on and `load_reference` was not called.
+        """
+        self.require_version(version)
+        old = reference = None
+        if self.recipe.learner.updates > 1 or self.objective.needs_old_logprobs:
+            old = self.logprobs(batch, version=version, micro_batch=micro_batch)
+        if self.objective.needs_reference:
+            if self.reference is None:
+                raise ReferenceMissingError(self.recipe.learner.kl.use)
+            size = micro_batch or self.recipe.learner.micro_batch
+            reference = self.reference.logprobs(batch, self.recipe.rollout.temperature, size)
+        return PriorLogprobs(old, reference)
 
     def score(self, sequences: list[list[int]], *, version: int) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of every token but the first, as the engine's `score`."""
@@ -175,23 +201,27 @@ class Learner:
         version: int,
         trained: Tensor | None = None,
         micro_batch: int | None = None,
+        prior: PriorLogprobs | None = None,
     ) -> TrainResult:
         """Trains on one iteration's samples, which weight `version` drew; makes version + 1.
 
         advantages: FP32 [B]. trained: bool [B], false for samples to be left out; None: all.
-        micro_batch: sequences at a time; the recipe's where None. Metrics compare rollout and learner
-        before the first update. With one update the old log-probs are those of the training forward
-        itself; with more, or where the objective needs the whole batch first, a pass of their own
-        computes them. An update with nothing to train on is left out, and counted.
+        micro_batch: sequences at a time; the recipe's where None. prior: `prior_logprobs` of the batch
+        where they were taken already, as learner.kl.use=reward asks for (else ValueError). Metrics
+        compare rollout and learner before the first update. With one update the old log-probs are
+        those of the training forward itself; with more, or where the objective needs the whole batch
+        first, a pass of their own computes them. An update with nothing to train on is left out, and
+        counted.
         """
         self.require_version(version)
         options, objective = self.recipe.learner, self.objective
         lr = options.lr * min(1.0, iteration / (options.warmup_iterations + 1))
         per_update = len(batch.lengths) // options.updates
-        old = None
-        if options.updates > 1 or objective.needs_old_logprobs:
-            old = self.logprobs(batch, version=version, micro_batch=micro_batch)
-        plan = objective.begin(batch, old, trained)
+        if prior is None:
+            objective.require_rewards_without_kl()
+            prior = self.prior_logprobs(batch, version=version, micro_batch=micro_batch)
+        old = prior.old
+        plan = objective.begin(batch, old, trained, prior.reference)
         self.version = None  # half-trained until the end
         p_parts, entropies, losses, norms = [], [], [], []
         tally = Tally()
@@ -203,7 +233,7 @@ class Learner:
             self.optimiser.zero_grad(set_to_none=True)
             total = 0.0
             start = rows.start
-            for micro in self._micro_batches(part, micro_batch or options.micro_batch):
+            for micro in part.split(micro_batch or options.micro_batch):
                 span = slice(start, start + len(micro.lengths))
                 start = span.stop
                 c, entropy = self._logprobs(micro, self.recipe.rollout.temperature)
@@ -246,13 +276,15 @@ class Learner:
         """Writes weight `version`, optimiser and random states into the checkpoint `folder`.
 
         From a copy, so that training can go on meanwhile where it is `asynchronous`. state: what else
-        is kept with it, of which "run_id" and "recipe_digest" are also in the manifest.
+        is kept with it, of which "run_id" and "recipe_digest" are also in the manifest. Of the
+        reference policy, whose weights are the run's initial ones, its digest is kept.
         """
         self.require_version(version)
+        reference = {} if self.reference is None else {"reference": self.reference.digest}
         self._writer.start(
             folder,
             tensors=capture(self.model, self.optimiser),
-            state={"version": version, "rng": capture_rng(), **state},
+            state={"version": version, "rng": capture_rng(), **reference, **state},
             run_id=state["run_id"],
             version=version,
             weights_digest=self.weights_digest(),
@@ -343,7 +375,7 @@ class Learner:
         observer = KvObserver(self.dims.layers, kv_percentile(precision))
         self.model.set_observer(observer)
         try:
-            for part in self._micro_batches(batch, self.recipe.learner.micro_batch):
+            for part in batch.split(self.recipe.learner.micro_batch):
                 observer.start_batch(part.valid)
                 self.model(part.tokens)
         finally:
