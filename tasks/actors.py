@@ -62,12 +62,14 @@ class LearnerActor:
             self._learner = None
             gc.collect()
         learner = Learner(context.model_dir, context.recipe)
+        state: dict[str, Any] = {}
         if checkpoint is None:
             learner.load(context.model_dir, 0)
         else:
             state = learner.restore(checkpoint)
             if state["run_id"] == context.journal.run_id:  # else a fork's, with a recipe of its own
                 _require_same_run(context, checkpoint, state)
+        learner.load_reference(context.model_dir, state.get("reference"))
         self._learner = learner
         return {"version": learner.version, "weights": learner.weights_digest()}
 
@@ -104,7 +106,9 @@ class LearnerActor:
             rollouts["logprobs"],
             recipe.correction.invalid,
         )
-        signal = learning_signal(rollouts, rewards, recipe)
+        prior = self.learner.prior_logprobs(batch, version=version, micro_batch=micro_batch)
+        kl_reward = self.learner.objective.kl_reward(batch, prior)
+        signal = learning_signal(rollouts, rewards, recipe, kl_reward)
         result = self.learner.train(
             batch,
             signal.advantages,
@@ -113,6 +117,7 @@ class LearnerActor:
             trained=signal.trained,
             micro_batch=micro_batch,
             history=history(journal, recipe.guard, iteration, context.origin),
+            prior=prior,
         )
         return {
             "version": result.version,

@@ -111,3 +111,37 @@ def loss(kind, c, p, a, w, mask, *, how, length=1, fixed=None, **clips) -> float
             values = w[b][m] * surrogate(kind, c[b][m], p[b][m], a[b], fixed=fixed[b][m], **clips)
         rows.append(values)
     return -aggregate(rows, how, length)
+
+
+def kl_estimate(by: str, c: float, ref: float) -> float:
+    """Of KL(policy || reference), of one token that the policy drew."""
+    x = clamp(ref - c)
+    return {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[by]
+
+
+def kl_term(by, c, ref, w, mask, *, how, length=1) -> float:
+    """The aggregated KL of arrays [B, T], not yet times beta; w: importance weights."""
+    rows = [
+        np.array([w[b, t] * kl_estimate(by, c[b, t], ref[b, t]) for t in np.flatnonzero(mask[b])])
+        for b in range(len(c))
+    ]
+    return aggregate(rows, how, length)
+
+
+def kl_reward(by, p, ref, mask, beta) -> np.ndarray:
+    """What the KL adds to each sample's reward."""
+    sums = [
+        sum(kl_estimate(by, p[b, t], ref[b, t]) for t in np.flatnonzero(mask[b])) for b in range(len(p))
+    ]
+    return -beta * np.array(sums)
+
+
+def kl_gradient(logits: np.ndarray, ref: np.ndarray, step: float = 1e-6) -> np.ndarray:
+    """Of KL(softmax(logits) || exp(ref)) over a whole vocabulary, by finite differences."""
+
+    def divergence(x: np.ndarray) -> float:
+        p = np.exp(x) / np.exp(x).sum()
+        return float((p * (np.log(p) - ref)).sum())
+
+    eyes = np.eye(len(logits)) * step
+    return np.array([(divergence(logits + e) - divergence(logits - e)) / (2 * step) for e in eyes])

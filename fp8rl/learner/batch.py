@@ -35,6 +35,11 @@ class Batch:
             self.g[index, : longest - 1],
         )
 
+    def split(self, size: int) -> list["Batch"]:
+        """Parts of up to `size` sequences, in order, each cut to its longest."""
+        count = len(self.lengths)
+        return [self.rows(slice(i, min(i + size, count))) for i in range(0, count, size)]
+
     @property
     def valid(self) -> Tensor:
         """bool [B, S]: tokens that are not padding."""

@@ -6,8 +6,9 @@ another, so that a restarted or doubly called learner cannot pass unnoticed.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,19 @@ from fp8rl.learner.checkpoint import (
     restore_rng,
     weights_digest,
 )
-from fp8rl.learner.logprobs import token_logprobs
+from fp8rl.learner.kl import PriorLogprobs, ReferenceMissingError
+from fp8rl.learner.logprobs import batch_logprobs, token_logprobs
 from fp8rl.learner.loss import Denominators
 from fp8rl.learner.objective import PolicyObjective, Tally
+from fp8rl.learner.publishing import published_specs, published_tensors
+from fp8rl.learner.reference import ReferencePolicy
 from fp8rl.learner.update_guard import UpdateGuard
 from fp8rl.model.dims import read_dims
 from fp8rl.model.kv_observer import KvObserver
 from fp8rl.model.kv_scales import KvScales
-from fp8rl.model.manifest import SCALE_FORMAT, SCALE_SUFFIX, Manifest, Spec
+from fp8rl.model.manifest import Manifest
 from fp8rl.model.megatron import PolicyModel, read_hf_weights
-from fp8rl.model.precision import Format, assert_effective, effective_rows, make_plan
+from fp8rl.model.precision import Decision, assert_effective, effective_rows, make_plan
 from fp8rl.model.published import write_published
 from fp8rl.recipe.rules import kv_percentile, learner_fp8, plan_rules, rollout_fp8
 from fp8rl.recipe.schema import Linear, Recipe
@@ -62,7 +66,10 @@ class Learner:
     """Trains the policy of `recipe` whose Hugging Face folder is `model_dir`.
 
     linear: format of the linears; the recipe's own where None (the warm start always asks for BF16).
+    Where `learner.kl` is on, training needs `load_reference` besides.
     """
+
+    reference: ReferencePolicy | None = None
 
     def __init__(self, model_dir: Path, recipe: Recipe, *, linear: Linear | None = None) -> None:
         torch.set_num_threads(recipe.threads or torch.get_num_threads())
@@ -73,14 +80,16 @@ class Learner:
         self.dims = read_dims(model_dir)
         precision = recipe.precision
         self.plan = make_plan(plan_rules(precision, linear or precision.learner), self.dims)
-        self.rollout_plan = make_plan(plan_rules(precision, precision.rollout), self.dims)
+        self._published_scheme = rollout_fp8(precision).weight
         backends = resolve(recipe)
-        self.model: PolicyModel = backends.load("policy_model")(
+        self._build = partial(
+            backends.load("policy_model"),
             self.dims,
             self.plan,
             fp8=learner_fp8(precision),
             fp8_backend=backends.fp8_backend,
         )
+        self.model: PolicyModel = self._build()
         self.version: int | None = None
         self.objective = PolicyObjective(recipe)
         self._writer = CheckpointWriter()
@@ -106,6 +115,17 @@ class Learner:
         self.model.load(read_hf_weights(folder, self.dims))
         self.version = version
 
+    def load_reference(self, folder: Path, digest: str | None = None) -> None:
+        """Loads the reference policy of `learner.kl`, frozen, from the run's initial weights in
+        `folder`; does nothing where it is off.
+
+        digest: of the reference that a checkpoint was trained against (its state's "reference"); None
+        where there is none. Raises ReferenceMismatchError where it is another.
+        """
+        if self.objective.needs_reference:
+            self.reference = None  # never two of them in memory
+            self.reference = ReferencePolicy.load(self._build, folder, self.plan, digest)
+
     def precision_table(self) -> list[dict[str, str]]:
         """Requested and effective format of every parameter.
 
@@ -115,10 +135,6 @@ class Learner:
             self.model(torch.zeros(1, 2, dtype=torch.int64))
         return effective_rows(self.plan, self.model.effective_formats(), where="the learner")
 
-    def _micro_batches(self, batch: Batch, size: int) -> list[Batch]:
-        count = len(batch.lengths)
-        return [batch.rows(slice(i, min(i + size, count))) for i in range(0, count, size)]
-
     def _logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         return token_logprobs(
             self.model(batch.tokens),
@@ -127,7 +143,6 @@ class Learner:
             entropy_gradient=self.objective.needs_entropy_gradient,
         )
 
-    @torch.no_grad()
     def logprobs(
         self,
         batch: Batch,
@@ -142,14 +157,26 @@ class Learner:
         """
         self.require_version(version)
         temperature = self.recipe.rollout.temperature if temperature is None else temperature
-        result = torch.zeros_like(batch.g)
-        start = 0
-        for part in self._micro_batches(batch, micro_batch or self.recipe.learner.micro_batch):
-            logp, _ = self._logprobs(part, temperature)
-            rows = slice(start, start + len(part.lengths))
-            result[rows, : logp.shape[1]] = torch.where(part.mask, logp, 0.0)
-            start = rows.stop
-        return result
+        size = micro_batch or self.recipe.learner.micro_batch
+        return batch_logprobs(self.model, batch, temperature, size)
+
+    def prior_logprobs(
+        self, batch: Batch, *, version: int, micro_batch: int | None = None
+    ) -> PriorLogprobs:
+        """What `train` needs of `batch` before its first update; version, micro_batch as there.
+
+        Raises ReferenceMissingError where `learner.kl` is on and `load_reference` was not called.
+        """
+        self.require_version(version)
+        old = reference = None
+        if self.recipe.learner.updates > 1 or self.objective.needs_old_logprobs:
+            old = self.logprobs(batch, version=version, micro_batch=micro_batch)
+        if self.objective.needs_reference:
+            if self.reference is None:
+                raise ReferenceMissingError(self.recipe.learner.kl.use)
+            size = micro_batch or self.recipe.learner.micro_batch
+            reference = self.reference.logprobs(batch, self.recipe.rollout.temperature, size)
+        return PriorLogprobs(old, reference)
 
     def score(self, sequences: list[list[int]], *, version: int) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of every token but the first, as the engine's `score`."""
@@ -180,28 +207,32 @@ class Learner:
         version: int,
         trained: Tensor | None = None,
         micro_batch: int | None = None,
+        prior: PriorLogprobs | None = None,
         history: Sequence[Sequence[str]] = (),
     ) -> TrainResult:
         """Trains on one iteration's samples, which weight `version` drew; makes version + 1.
 
         advantages: FP32 [B]. trained: bool [B], false for samples to be left out; None: all.
-        micro_batch: sequences at a time; the recipe's where None. Metrics compare rollout and learner
-        before the first update. With one update the old log-probs are those of the training forward
-        itself; with more, or where the objective needs the whole batch first, a pass of their own
-        computes them. An update with nothing to train on is left out, and counted; so are all from the
-        first that the recipe's guard does not allow (history: see `guard.judge`). The version counts up
-        whether or not a step was made. Raises FloatingPointError where the gradient's norm is not
-        finite and no rule of the guard skips the update.
+        micro_batch: sequences at a time; the recipe's where None. prior: `prior_logprobs` of the batch
+        where they were taken already, as learner.kl.use=reward asks for (else ValueError). history: see
+        `guard.judge`. Metrics compare rollout and learner before the first update. With one update the
+        old log-probs are those of the training forward itself; with more, or where the objective needs
+        the whole batch first, a pass of their own computes them. An update with nothing to train on is
+        left out, and counted; so are all from the first that the recipe's guard does not allow. The
+        version counts up whether or not a step was made. Raises FloatingPointError where the gradient's
+        norm is not finite and no rule of the guard skips the update.
         """
         self.require_version(version)
         options, objective = self.recipe.learner, self.objective
         lr = options.lr * min(1.0, iteration / (options.warmup_iterations + 1))
         per_update = len(batch.lengths) // options.updates
-        old = None
-        if options.updates > 1 or objective.needs_old_logprobs:
-            old = self.logprobs(batch, version=version, micro_batch=micro_batch)
+        if prior is None:
+            objective.require_rewards_without_kl()
+            prior = self.prior_logprobs(batch, version=version, micro_batch=micro_batch)
+        old = prior.old
         guard = UpdateGuard(self.recipe.guard, history)
-        plan = guard.mask(objective, batch, objective.begin(batch, old, trained), old)
+        plan = objective.begin(batch, old, trained, prior.reference)
+        plan = guard.mask(objective, batch, plan, old)
         panel: dict[str, float] = {}
         self.version = None  # half-trained until the end
         p_parts, entropies, losses, norms = [], [], [], []
@@ -214,7 +245,7 @@ class Learner:
             self.optimiser.zero_grad(set_to_none=True)
             total = 0.0
             start = rows.start
-            for micro in self._micro_batches(part, micro_batch or options.micro_batch):
+            for micro in part.split(micro_batch or options.micro_batch):
                 span = slice(start, start + len(micro.lengths))
                 start = span.stop
                 c, entropy = self._logprobs(micro, self.recipe.rollout.temperature)
@@ -272,13 +303,15 @@ class Learner:
         """Writes weight `version`, optimiser and random states into the checkpoint `folder`.
 
         From a copy, so that training can go on meanwhile where it is `asynchronous`. state: what else
-        is kept with it, of which "run_id" and "recipe_digest" are also in the manifest.
+        is kept with it, of which "run_id" and "recipe_digest" are also in the manifest. Of the
+        reference policy, whose weights are the run's initial ones, its digest is kept.
         """
         self.require_version(version)
+        reference = {} if self.reference is None else {"reference": self.reference.digest}
         self._writer.start(
             folder,
             tensors=capture(self.model, self.optimiser),
-            state={"version": version, "rng": capture_rng(), **state},
+            state={"version": version, "rng": capture_rng(), **reference, **state},
             run_id=state["run_id"],
             version=version,
             weights_digest=self.weights_digest(),
@@ -308,40 +341,16 @@ class Learner:
         self.version = state["version"]
         return state
 
-    def published_specs(self, *, bf16: bool = False) -> list[Spec]:
-        """What the rollout engine is to hold, by Hugging Face name, in the order of the name table.
-
-        FP8: float8_e4m3fn codes, and FP32 descales under `<name>_scale_inv`. The rest: BF16; with
-        `bf16` all of it, whatever the plan says.
-        """
-        scheme = rollout_fp8(self.recipe.precision).weight
-        specs = []
-        for slot in self.model.table:
-            fmt = Format.BF16 if bf16 else self.rollout_plan[slot.hf[0]].format
-            for name, rows in zip(slot.hf, slot.rows, strict=True):
-                shape = (rows,) if slot.columns is None else (rows, slot.columns)
-                if not fmt.is_fp8:
-                    specs.append(Spec(name, shape, "bfloat16", fmt))
-                    continue
-                scale = name + SCALE_SUFFIX
-                specs.append(Spec(name, shape, "float8_e4m3fn", fmt, scale))
-                specs.append(Spec(scale, scheme.scale_shape(*shape), "float32", SCALE_FORMAT))
-        return specs
-
     def published_tensors(self, *, bf16: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of `published_specs`, one after the other: all at once they would be a copy of
-        the model."""
-        scheme = rollout_fp8(self.recipe.precision).weight
-        for slot in self.model.table:
-            if self.rollout_plan[slot.hf[0]].format.is_fp8 and not bf16:
-                for name, codes in self.model.quantised(slot, scheme).items():
-                    yield name, codes.float8()
-                    scales = name + SCALE_SUFFIX
-                    factor = faults.factor(f"learner:scale:{self.version}:{scales}")
-                    yield scales, codes.scale_inv if factor == 1 else codes.scale_inv * factor
-            else:
-                for name, master in self.model.export_slot(slot).items():
-                    yield name, master.bfloat16()
+        """What `publish` writes, by Hugging Face name; see `publishing.published_tensors`."""
+        return published_tensors(
+            self.model, self._published_plan(bf16), self._published_scheme, self.version
+        )
+
+    def _published_plan(self, bf16: bool) -> Mapping[str, Decision]:
+        precision = self.recipe.precision
+        linear = Linear.BF16 if bf16 else precision.rollout
+        return make_plan(plan_rules(precision, linear), self.dims)
 
     def publish(self, folder: Path, *, version: int, bf16: bool = False) -> Manifest:
         """Requantises weight `version` and writes it into `folder` with its manifest.
@@ -349,8 +358,8 @@ class Learner:
         bf16: all of it in BF16, for rollouts that the guard has taken out of FP8.
         """
         self.require_version(version)
-        specs, tensors = self.published_specs(bf16=bf16), self.published_tensors(bf16=bf16)
-        return write_published(folder, version, specs, tensors)
+        specs = published_specs(self.model, self._published_plan(bf16), self._published_scheme)
+        return write_published(folder, version, specs, self.published_tensors(bf16=bf16))
 
     def save(self, folder: Path) -> None:
         """Writes the FP32 master weights into `folder`, as Hugging Face does."""
@@ -376,7 +385,7 @@ class Learner:
         observer = KvObserver(self.dims.layers, kv_percentile(precision))
         self.model.set_observer(observer)
         try:
-            for part in self._micro_batches(batch, self.recipe.learner.micro_batch):
+            for part in batch.split(self.recipe.learner.micro_batch):
                 observer.start_batch(part.valid)
                 self.model(part.tokens)
         finally:

@@ -1,7 +1,11 @@
 """Log-probabilities of the sampled tokens, of the distribution that was sampled from."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from fp8rl.learner.batch import Batch
 
 LOG_RATIO_CLAMP = 20.0
 
@@ -29,3 +33,19 @@ def token_logprobs(
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = -(logp.exp() * logp).sum(-1)
     return chosen, entropy
+
+
+@torch.no_grad()
+def batch_logprobs(
+    model: Callable[[Tensor], Tensor], batch: Batch, temperature: float, micro_batch: int
+) -> Tensor:
+    """FP32 [B, S-1] log-probs of `batch` under `model`, which makes logits [b, s, V] of tokens [b, s];
+    0 outside the response. micro_batch: sequences at a time."""
+    result = torch.zeros_like(batch.g)
+    start = 0
+    for part in batch.split(micro_batch):
+        logp, _ = token_logprobs(model(part.tokens), part.tokens, temperature)
+        rows = slice(start, start + len(part.lengths))
+        result[rows, : logp.shape[1]] = torch.where(part.mask, logp, 0.0)
+        start = rows.stop
+    return result

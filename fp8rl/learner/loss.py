@@ -53,7 +53,8 @@ class Surrogate:
 @dataclass(frozen=True)
 class PolicyLoss:
     """loss: scalar with gradient. The rest is detached: numbers of tokens that were clipped below,
-    above, and by dual clip; sum and maximum of the raw ratio over the tokens of this part."""
+    above, and by dual clip; sum and maximum of the raw ratio over the tokens of this part. kl: the KL
+    term that is in the loss; None where none is."""
 
     loss: Tensor
     clipped_low: int
@@ -61,10 +62,15 @@ class PolicyLoss:
     clipped_dual: int
     ratio_sum: float
     ratio_max: float
+    kl: float | None = None
 
     def with_loss(self, loss: Tensor) -> "PolicyLoss":
         """The same with another term in the loss."""
         return replace(self, loss=loss)
+
+    def with_kl(self, term: Tensor) -> "PolicyLoss":
+        """The same with a KL term added to the loss, and told by itself."""
+        return replace(self, loss=self.loss + term, kl=float(term.detach()))
 
 
 def _clip(ratio: Tensor, raw: Tensor, advantages: Tensor, options: Objective) -> Surrogate:

@@ -13,10 +13,19 @@ from torch import Tensor
 
 from fp8rl.learner.batch import Batch
 from fp8rl.learner.correction import correct, importance_weights, limits
+from fp8rl.learner.kl import (
+    PriorLogprobs,
+    ReferenceMissingError,
+    kl_metrics,
+    kl_penalty,
+    kl_reward,
+    kl_weights,
+)
 from fp8rl.learner.loss import Denominators, PolicyLoss, aggregate, policy_loss
 from fp8rl.learner.validity import Validity, judge
 from fp8rl.mismatch import before_and_after, sequence_errors
 from fp8rl.recipe.guard import Action
+from fp8rl.recipe.objective import CorrectionMode, KlUse
 from fp8rl.recipe.schema import Recipe
 
 
@@ -24,13 +33,15 @@ from fp8rl.recipe.schema import Recipe
 class Plan:
     """What is trained on. candidates: bool [B, T], response tokens of the samples that are valid and
     not left out. mask: those of them that no rule rejects. g: [B, T], as the batch's. neutral: bool
-    [B], see `Validity`. weights: [B, T], where they need the whole batch."""
+    [B], see `Validity`. weights: [B, T], where they need the whole batch. reference: log-probs under
+    the reference policy [B, T]; None where `learner.kl` is off."""
 
     candidates: Tensor
     mask: Tensor
     g: Tensor
     neutral: Tensor
     weights: Tensor | None
+    reference: Tensor | None = None
 
     def part(self, rows: slice, columns: int) -> "Plan":
         """Some of the sequences, cut to the columns of a micro-batch."""
@@ -40,6 +51,7 @@ class Plan:
             self.g[rows, :columns],
             self.neutral[rows],
             None if self.weights is None else self.weights[rows, :columns],
+            None if self.reference is None else self.reference[rows, :columns],
         )
 
     def without(self, rows: Tensor) -> "Plan":
@@ -69,29 +81,64 @@ class PolicyObjective:
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether p of the whole batch is needed before the first micro-batch is trained on: what is
-        rejected decides the denominators, and a mean of weights is over all of them."""
-        return bool(self.correction.reject) or self.correction.normalise or self._guard_masks
+        rejected or masked decides the denominators, a mean of weights is over all of them, and so is a
+        KL that goes into the rewards."""
+        whole = self.correction.reject or self.correction.normalise or self._guard_masks
+        return bool(whole) or self.options.kl.use is KlUse.REWARD
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the log-probs under the reference policy are needed."""
+        return self.options.kl.is_on
 
     @property
     def needs_entropy_gradient(self) -> bool:
         return self.options.entropy_bonus > 0
 
-    def begin(self, batch: Batch, old: Tensor | None, trained: Tensor | None = None) -> Plan:
-        """Decides what is trained on. old: p [B, T], given where `needs_old_logprobs`. trained: bool
-        [B], false for samples to be left out; None: all.
+    def kl_reward(self, batch: Batch, prior: PriorLogprobs) -> Tensor | None:
+        """FP64 [B], what the KL adds to the rewards; None where it is not to be in them."""
+        kl = self.options.kl
+        if kl.use is not KlUse.REWARD:
+            return None
+        assert prior.old is not None
+        assert prior.reference is not None
+        return kl_reward(prior.old, prior.reference, batch.mask, beta=kl.beta, by=kl.by)
 
-        Raises LogprobError where the recipe says that an invalid log-prob is an error.
+    def require_rewards_without_kl(self) -> None:
+        """Raises ValueError where the advantages have to be made of rewards with the KL in them."""
+        if self.options.kl.use is KlUse.REWARD:
+            raise ValueError(
+                "learner.kl.use=reward: the advantages depend on log-probs of before the update. Take "
+                "them from Learner.prior_logprobs, make the advantages by learning_signal with "
+                "PolicyObjective.kl_reward of them, and pass them to train"
+            )
+
+    def begin(
+        self,
+        batch: Batch,
+        old: Tensor | None,
+        trained: Tensor | None = None,
+        reference: Tensor | None = None,
+    ) -> Plan:
+        """Decides what is trained on. old: p [B, T], given where `needs_old_logprobs`. trained: bool
+        [B], false for samples to be left out; None: all. reference: log-probs under the reference
+        policy [B, T], given where `needs_reference`.
+
+        Raises LogprobError where the recipe says that an invalid log-prob is an error, and
+        ReferenceMissingError.
         """
+        if self.needs_reference and reference is None:
+            raise ReferenceMissingError(self.options.kl.use)
         validity = self._judge(batch)
         rows = validity.kept if trained is None else validity.kept & trained
         candidates = batch.mask & rows[:, None]
-        plan = Plan(candidates, candidates, batch.g, validity.neutral, None)
+        plan = Plan(candidates, candidates, batch.g, validity.neutral, None, reference)
         if not self.needs_old_logprobs:
             return plan
         assert old is not None
         corrected = correct(old, plan.rollout_logprobs(old), candidates, self.correction)
         weights = corrected.weights if self.correction.normalise else None
-        return Plan(candidates, corrected.mask, batch.g, validity.neutral, weights)
+        return Plan(candidates, corrected.mask, batch.g, validity.neutral, weights, reference)
 
     def _judge(self, batch: Batch) -> Validity:
         return judge(batch.g, batch.mask, self.correction.invalid)
@@ -108,16 +155,20 @@ class PolicyObjective:
         """Loss of one micro-batch: c, p, entropy [B, T] of its tokens, advantages [B]. denominators: of
         the whole update."""
         g = part.rollout_logprobs(p)
+        old = g if self.correction.bypass else p
+        weights = self._weights(part, c, p, g)
         out = policy_loss(
             c,
-            g if self.correction.bypass else p,
+            old,
             advantages,
-            self._weights(part, c, p, g),
+            weights,
             part.mask,
             self.options,
             denominators=denominators,
             length=self.length,
         )
+        if self.options.kl.use is KlUse.LOSS:
+            out = out.with_kl(self._kl_term(part, c, old, weights, denominators))
         if not self.options.entropy_bonus:
             return out
         mean = aggregate(entropy, part.mask, self.options.aggregation, denominators, length=self.length)
@@ -128,6 +179,21 @@ class PolicyObjective:
             return part.weights
         target = c.detach() if self.correction.bypass else p
         return importance_weights(target, g, part.candidates, self.correction)
+
+    def _kl_term(
+        self, part: Plan, c: Tensor, old: Tensor, weights: Tensor, denominators: Denominators
+    ) -> Tensor:
+        kl, correction = self.options.kl, self.correction
+        assert part.reference is not None
+        if not (correction.bypass and correction.mode is not CorrectionMode.OFF):
+            weights = kl_weights(weights, c, old, part.candidates)  # else they are of c over g already
+        return kl.beta * aggregate(
+            weights * kl_penalty(c, part.reference, part.mask, kl.by),
+            part.mask,
+            self.options.aggregation,
+            denominators,
+            length=self.length,
+        )
 
     @staticmethod
     def _compared(batch: Batch, validity: Validity) -> Tensor:
@@ -140,7 +206,8 @@ class PolicyObjective:
         return compared.any(1), sequence_errors(batch.g, p, compared)
 
     def metrics(self, batch: Batch, plan: Plan, p: Tensor) -> dict[str, float]:
-        """mismatch/* and correction/* of the whole batch; p [B, T]: before the first update.
+        """mismatch/* and correction/* of the whole batch, and with a reference policy the KL to it of
+        what is trained on (train/reference_kl, reference_kl_k1); p [B, T]: before the first update.
 
         Samples with an invalid rollout log-prob are counted (mismatch/nan_count, invalid_samples) and
         not compared; one of the learner's that is NaN makes the panel NaN.
@@ -160,6 +227,9 @@ class PolicyObjective:
         found["mismatch/nan_share"] = count / tokens
         found["train/masked_share"] = 1 - int(plan.mask.sum()) / tokens
         corrected = correct(p, plan.rollout_logprobs(p), plan.candidates, self.correction)
+        if plan.reference is not None:
+            kl = kl_metrics(p, plan.reference, plan.mask)
+            found |= {f"train/{name}": value for name, value in kl.items()}
         return found | {f"correction/{name}": value for name, value in corrected.metrics.items()}
 
 
@@ -170,10 +240,12 @@ class Tally:
         self.low = self.high = self.dual = 0
         self.ratio_sum = 0.0
         self.ratio_max = 0.0
-        self.tokens = self.empty = 0
+        self.tokens = self.empty = self.updates = 0
+        self.kl: float | None = None
 
     def start(self, denominators: Denominators) -> None:
         """Of each update, once."""
+        self.updates += 1
         self.tokens += denominators.tokens
         self.empty += denominators.empty
 
@@ -184,12 +256,15 @@ class Tally:
         self.dual += out.clipped_dual
         self.ratio_sum += out.ratio_sum
         self.ratio_max = max(self.ratio_max, out.ratio_max)
+        if out.kl is not None:
+            self.kl = (self.kl or 0.0) + out.kl
 
     def metrics(self) -> dict[str, float]:
         """train/*: shares of the trained tokens that were clipped, raw ratio of the loss, updates that
-        had nothing to train on (and were left out)."""
+        had nothing to train on (and were left out), the KL term of the loss (mean over updates)."""
         tokens = max(self.tokens, 1)
-        return {
+        kl = {} if self.kl is None else {"train/kl_loss": self.kl / self.updates}
+        return kl | {
             "train/clip_fraction": (self.low + self.high) / tokens,
             "train/clip_low_fraction": self.low / tokens,
             "train/clip_high_fraction": self.high / tokens,

@@ -21,6 +21,7 @@ class Watched(StrEnum):
     KL = "kl"  # KL(rollout || learner), k3
     ESS = "ess"  # effective sample size of the raw ratios, 0 to 1
     NAN_SHARE = "nan_share"  # response tokens with a log-prob that is NaN or infinite
+    REFERENCE_KL = "reference_kl"  # KL(policy || reference), k3
     MASKED_SHARE = "masked_share"  # response tokens that are not trained on
     ENTROPY = "entropy"  # of the policy, nats
     GRAD_NORM = "grad_norm"  # before clipping
@@ -32,6 +33,7 @@ METRIC_OF = {
     Watched.KL: "mismatch/kl_k3",
     Watched.ESS: "mismatch/ess",
     Watched.NAN_SHARE: "mismatch/nan_share",
+    Watched.REFERENCE_KL: "train/reference_kl",
     Watched.MASKED_SHARE: "train/masked_share",
     Watched.ENTROPY: "train/entropy",
     Watched.GRAD_NORM: "train/grad_norm",
@@ -103,8 +105,9 @@ class Guard(Section):
         return max((rule.of for rule in self.rules), default=1) - 1
 
 
-def guard_problems(guard: Guard) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Recipe keys at fault, and why, and what to do; `rules.py` asks."""
+def guard_problems(guard: Guard, *, has_reference: bool) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Recipe keys at fault, and why, and what to do; `rules.py` asks. has_reference: whether the KL to
+    a reference policy is measured."""
     key = ("guard.rules",)
     seen = set()
     for rule in guard.rules:
@@ -114,6 +117,12 @@ def guard_problems(guard: Guard) -> Iterator[tuple[tuple[str, ...], str]]:
         if rule.name in seen:
             yield key, f"{rule.name} stands there twice. Give one rule both actions"
         seen.add(rule.name)
+        if rule.watch is Watched.REFERENCE_KL and not has_reference:
+            yield (
+                (*key, "learner.kl.use"),
+                f"{rule.name}: there is no reference policy. Set learner.kl.use (with learner.kl.beta=0 "
+                "the KL is measured only)",
+            )
         if rule.breaches > rule.of:
             yield key, f"{rule.name}: {rule.breaches} breaches of {rule.of} iterations cannot be"
         if None not in (rule.above, rule.below) and rule.below >= rule.above:  # type: ignore[operator]

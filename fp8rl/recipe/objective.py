@@ -51,7 +51,7 @@ class Bound(StrEnum):
 
 
 class Estimator(StrEnum):
-    """Of the divergence between rollout and learner, from l = p - g (KL: l = ref - c)."""
+    """Of the divergence between rollout and learner, from l = p - g (`Kl`: l = ref - c)."""
 
     K1 = "k1"  # -l
     K2 = "k2"  # l^2 / 2
@@ -110,6 +110,34 @@ class Correction(Section):
     """Say yes to an FP8 rollout without correction."""
 
 
+class KlUse(StrEnum):
+    OFF = "off"
+    LOSS = "loss"  # a term of the loss
+    REWARD = "reward"  # taken from the reward, before advantages are made of it
+
+
+class Kl(Section):
+    """KL divergence of the policy from a reference: the policy that the run starts from, a fork's that
+    of its first parent. The learner holds a second copy of the weights for it."""
+
+    use: KlUse = KlUse.OFF
+    beta: NonNegativeFloat = 0.0
+    """Its weight. 0: it is measured only."""
+    estimator: Estimator | None = None
+    """Of which value. The gradient in the loss is that of the KL whichever it is. Empty: k3 in the
+    loss, k1 in the reward, whose policy gradient is that of the KL."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.use is not KlUse.OFF
+
+    @property
+    def by(self) -> Estimator:
+        """The estimator, settled."""
+        default = Estimator.K1 if self.use is KlUse.REWARD else Estimator.K3
+        return self.estimator or default
+
+
 class Objective(Section):
     """The keys of `learner` that decide what is optimised."""
 
@@ -125,6 +153,7 @@ class Objective(Section):
     """Tokens that constant_length divides by. Empty: rollout.max_new_tokens."""
     entropy_bonus: NonNegativeFloat = 0.0
     """Weight of the mean entropy in what is maximised."""
+    kl: Kl = Kl()
     overlong_filter: bool = False
     """Do not train on samples that were cut off at rollout.max_new_tokens. Their rewards still count in
     their group."""

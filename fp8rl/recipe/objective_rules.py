@@ -3,10 +3,13 @@
 from collections.abc import Iterator
 
 from fp8rl.recipe.objective import (
+    AdvantageKind,
     Aggregation,
     Bound,
     CorrectionMode,
     Estimator,
+    Kl,
+    KlUse,
     Level,
     LossKind,
     Rejection,
@@ -27,6 +30,7 @@ def compares_logprobs(recipe: Recipe) -> bool:
 def objective_problems(recipe: Recipe) -> Iterator[Problem]:
     """Recipe keys at fault, and why, and what to do."""
     yield from _loss(recipe)
+    yield from _kl(recipe)
     yield from _correction(recipe)
     yield from _rejection(recipe.correction.reject)
 
@@ -54,6 +58,16 @@ def _loss(recipe: Recipe) -> Iterator[Problem]:
             ("learner.overlong_buffer", "rollout.max_new_tokens"),
             f"a buffer of {learner.overlong_buffer} tokens in responses of at most "
             f"{recipe.rollout.max_new_tokens}. Make it smaller",
+        )
+
+
+def _kl(recipe: Recipe) -> Iterator[Problem]:
+    rollout, kl = recipe.rollout, recipe.learner.kl
+    if kl.is_on and (rollout.top_p != 1.0 or rollout.top_k != -1):
+        yield (
+            ("learner.kl.use", "rollout.top_p", "rollout.top_k"),
+            "the KL is estimated on the tokens that the policy draws, and top-p and top-k draw from "
+            "another distribution. Set top_p=1 and top_k=-1, or learner.kl.use=off",
         )
 
 
@@ -128,5 +142,29 @@ def objective_warnings(recipe: Recipe) -> list[str]:
         found.append(
             f"learner.clip_low={learner.clip_low}, clip_high={learner.clip_high}: GSPO's ratio is a "
             "mean over the sequence and hardly leaves 1; its paper clips at 3e-4 and 4e-4"
+        )
+    return found + _kl_warnings(recipe)
+
+
+def _kl_warnings(recipe: Recipe) -> list[str]:
+    kl = recipe.learner.kl
+    if not kl.is_on:
+        given = [key for key in ("beta", "estimator") if getattr(kl, key) != getattr(Kl(), key)]
+        return [f"learner.kl.{key} has no effect: set learner.kl.use=loss or reward" for key in given]
+    if not kl.beta:
+        return ["learner.kl.beta=0: the KL to the reference is measured and changes nothing"]
+    if kl.use is not KlUse.REWARD:
+        return []
+    found = []
+    if kl.by is not Estimator.K1:
+        found.append(
+            f"learner.kl.estimator={kl.by}: in the reward only k1 has the policy gradient of the KL. "
+            "Leave it empty"
+        )
+    if recipe.learner.advantage is AdvantageKind.GRPO:
+        found.append(
+            "learner.advantage=grpo, learner.kl.use=reward: where all rewards of a group are equal "
+            "their standard deviation is that of the KL alone, which is divided by it and so weighs as "
+            "much as a right answer, whatever beta is. Set another advantage, or learner.kl.use=loss"
         )
     return found

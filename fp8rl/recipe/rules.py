@@ -138,10 +138,14 @@ def check(recipe: Recipe, dims: ModelDims) -> list[Violation]:
         *_model(recipe),
         *_sampling(recipe),
         *(Violation(keys, message) for keys, message in objective_problems(recipe)),
-        *(Violation(keys, message) for keys, message in guard_problems(recipe.guard)),
+        *(Violation(keys, message) for keys, message in _guard(recipe)),
         *_precision(recipe, dims),
         *_sizes(recipe, dims),
     ]
+
+
+def _guard(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    return guard_problems(recipe.guard, has_reference=recipe.learner.kl.is_on)
 
 
 def require_valid(recipe: Recipe, dims: ModelDims) -> None:

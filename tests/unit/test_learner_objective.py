@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fp8rl.learner.batch import make_batch
 from fp8rl.learner.learner import Learner
 from fp8rl.learner.objective import PolicyObjective
+from fp8rl.learner.reference import ReferencePolicy
 from fp8rl.learner.signal import learning_signal
 from fp8rl.learner.validity import LogprobError
 from fp8rl.mismatch import mismatch_panel
@@ -41,7 +42,10 @@ class Policy(nn.Module):
 
 
 def learner_for(**sections) -> Learner:
-    """A learner of `Policy`, with plain SGD so that a step shows the gradient."""
+    """A learner of `Policy`, with plain SGD so that a step shows the gradient, and with another
+    `Policy` as its reference, used where the recipe asks for one."""
+    torch.manual_seed(1)
+    reference = ReferencePolicy(Policy(), {}, "digest")
     torch.manual_seed(0)
     learner = object.__new__(Learner)
     options = {"grad_clip": 1e9, "lr": 1.0, "warmup_iterations": 0, **sections.pop("learner", {})}
@@ -49,6 +53,7 @@ def learner_for(**sections) -> Learner:
     learner.objective = PolicyObjective(learner.recipe)
     learner.model = Policy()
     learner.plan = {}
+    learner.reference = reference
     learner.version = 0
     learner._parameters = list(learner.model.parameters())
     learner.optimiser = torch.optim.SGD(learner._parameters, lr=1.0)
@@ -109,6 +114,12 @@ def test_default_step_is_bit_for_bit_the_formula():
         assert metrics[f"mismatch/{name}"] == value, name
 
 
+def reference_logprobs(batch):
+    """[B, T] under the reference of `learner_for`."""
+    torch.manual_seed(1)
+    return logprobs_of(Policy().table.detach().double(), batch)
+
+
 def oracle_step(recipe, batch, advantages, trained):
     """(gradient of the table, kept tokens) of one update by NumPy, the loss by finite differences."""
     torch.manual_seed(0)
@@ -133,6 +144,8 @@ def oracle_step(recipe, batch, advantages, trained):
     if correction.normalise:
         weights /= weights[kept].mean()
     old = g if correction.bypass else p
+    ref, follows = reference_logprobs(batch).numpy(), correction.bypass and correction.mode != "off"
+    kl_weights = weights if follows else weights * np.exp(np.clip(p - old, -20, 20))
     clips = {"low": options.clip_low, "high": options.clip_high, "dual": options.dual_clip}
     length = options.aggregation_length or recipe.rollout.max_new_tokens
 
@@ -155,6 +168,10 @@ def oracle_step(recipe, batch, advantages, trained):
             entropy = -(logs.exp() * logs).sum(-1).numpy()
             rows = [e[m] for e, m in zip(entropy, kept, strict=True)]
             loss -= options.entropy_bonus * oracle.aggregate(rows, options.aggregation, length)
+        if options.kl.use == "loss":  # the gradient is that of k2, with the weights held
+            how = options.aggregation
+            k2 = oracle.kl_term("k2", c, ref, kl_weights, kept, how=how, length=length)
+            loss += options.kl.beta * k2
         return loss
 
     gradient = torch.zeros_like(table)
@@ -165,6 +182,7 @@ def oracle_step(recipe, batch, advantages, trained):
     return gradient, kept
 
 
+KL = {"use": "loss", "beta": 0.7}
 CHOICES = {
     "default": ({}, {}),
     "token sum": ({"aggregation": "token_sum"}, {}),
@@ -185,6 +203,19 @@ CHOICES = {
         {"mode": "off", "bypass": True},
     ),
     "entropy": ({"entropy_bonus": 0.5}, {}),
+    "kl": ({"kl": KL}, {}),
+    "kl k1, two-sided": ({"kl": KL | {"estimator": "k1"}}, {"truncate": 1.1, "truncate_low": 0.9}),
+    "kl bypass": ({"kl": KL}, {"mode": "off", "bypass": True}),
+    "kl bypass reinforce": ({"kl": KL, "loss": "reinforce"}, {"bypass": True}),
+    "kl normalised": ({"kl": KL}, {"normalise": True, "reject": REJECT[:1]}),
+    "kl sequence mean": (
+        {"kl": KL, "aggregation": "sequence_mean_token_mean", "loss": "gspo"},
+        {"mode": "sequence", "reject": REJECT},
+    ),
+    "kl constant length": (
+        {"kl": KL, "aggregation": "constant_length", "entropy_bonus": 0.5},
+        {"bound": "icepop", "icepop": (0.8, 1.2)},
+    ),
 }
 
 

@@ -19,7 +19,7 @@ from fp8rl.recipe.load import (
     to_yaml,
     with_overrides,
 )
-from fp8rl.recipe.objective import CorrectionMode
+from fp8rl.recipe.objective import CorrectionMode, Estimator, Kl
 from fp8rl.recipe.rules import (
     RecipeError,
     check,
@@ -295,6 +295,8 @@ def violated(*overrides: str) -> dict[tuple[str, ...], str]:
             "rollout.top_p",
         ),
         (["rollout.top_k=5", "correction.mode=off", "correction.bypass=true"], "rollout.top_k"),
+        (["learner.kl.use=loss", "rollout.top_p=0.9", "correction.mode=off"], "learner.kl.use"),
+        (["learner.kl.use=reward", "rollout.top_k=5", "correction.mode=off"], "rollout.top_k"),
     ],
 )
 def test_each_bad_combination_is_refused_by_its_keys(overrides, key):
@@ -310,6 +312,8 @@ def test_each_bad_combination_is_refused_by_its_keys(overrides, key):
         ["learner.loss=reinforce"],
         ["learner.loss=reinforce", "learner.updates=2", "correction.bypass=true"],
         ["learner.overlong_buffer=8"],
+        ["learner.kl.use=loss", "learner.kl.beta=0.01"],
+        ["learner.kl.use=reward", "learner.kl.beta=0.01", "learner.advantage=rloo"],
         ["precision.rollout=fp8", "correction.mode=off", "correction.bypass=true"],
         [
             "precision.rollout=fp8",
@@ -335,6 +339,9 @@ def test_fp8_kv_needs_a_word_only_where_the_model_has_no_qk_norm():
     assert check(allowed, dims) == []
 
 
+KL_REWARD = ["learner.kl.use=reward", "learner.kl.beta=0.1"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
@@ -343,11 +350,32 @@ def test_fp8_kv_needs_a_word_only_where_the_model_has_no_qk_norm():
         (["correction.truncate_low=0.5", "correction.mode=off"], "correction.bound and its limits"),
         (["correction.truncate_low=0.5", "correction.bound=icepop"], "correction.truncate_low has no"),
         (["learner.loss=gspo", "learner.clip_low=0.0003"], "its paper clips at 3e-4"),
+        (["learner.kl.beta=0.1"], "learner.kl.beta has no effect: set learner.kl.use=loss"),
+        (["learner.kl.estimator=k1"], "learner.kl.estimator has no effect"),
+        (["learner.kl.use=reward"], "learner.kl.beta=0: the KL to the reference is measured"),
+        ([*KL_REWARD, "learner.kl.estimator=k3"], "only k1 has the policy gradient of the KL"),
+        (KL_REWARD, "learner.advantage=grpo, learner.kl.use=reward"),
     ],
 )
 def test_choices_of_the_objective_without_effect_are_told(overrides, text):
     assert any(text in line for line in warnings(load_recipe(TINY / "bf16.yaml", overrides).recipe))
     assert warnings(load_recipe(TINY / "bf16.yaml").recipe) == []
+
+
+@pytest.mark.parametrize(
+    "more", [["learner.kl.use=loss"], ["learner.kl.use=reward", "learner.advantage=rloo"]]
+)
+def test_a_kl_that_is_used_as_it_is_meant_has_no_warning(more):
+    assert warnings(load_recipe(TINY / "bf16.yaml", [*more, "learner.kl.beta=0.1"]).recipe) == []
+
+
+def test_the_estimator_of_the_kl_is_that_of_its_use():
+    assert load_recipe(TINY / "bf16.yaml", ["learner.kl.use=off"]).recipe.learner.kl == Kl()
+    assert (Kl(use="loss").by, Kl(use="reward").by) == (Estimator.K3, Estimator.K1)
+    assert Kl(use="loss", estimator="k2").by == Kl(use="reward", estimator="k2").by == Estimator.K2
+    for bad in ({"beta": -0.1}, {"use": "both"}, {"estimator": "k4"}, {"beta": float("nan")}):
+        with pytest.raises(ValidationError):
+            Kl(**bad)
 
 
 def test_rejection_rules_are_written_as_a_list_and_read_back(tmp_path):
