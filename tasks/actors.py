@@ -299,22 +299,27 @@ class EngineActor:
         """What the engine really runs; empty before its first forward."""
         return self.engine.precision_report() if self._has_run else {}
 
-    def rollout(self, iteration: int, version: int, chunk: int) -> tuple[bytes, float, dict[str, Any]]:
-        """One chunk of the iteration's samples: (Parquet, seconds of generation, counts).
+    def rollout(
+        self, iteration: int, version: int, batch: int, chunk: int
+    ) -> tuple[bytes, float, dict[str, Any]]:
+        """One chunk of the samples of a batch of prompts: (Parquet, seconds of generation, counts).
 
-        counts: "pressure" on the KV cache, and with an FP8 one "kv" (see `Engine.take_kv_counts`).
+        batch: in the stream of prompts, see `batch_prompts`. chunk: counted over all that the iteration
+        draws. counts: "pressure" on the KV cache, and with an FP8 one "kv" (see
+        `Engine.take_kv_counts`).
         """
         import time
 
         from fp8rl import faults
-        from fp8rl.data.prepare import iteration_prompts
+        from fp8rl.data.prepare import batch_prompts
         from fp8rl.rollout.requests import requests_for
         from fp8rl.tables import to_parquet
 
         recipe = self.context.recipe
-        prompts = iteration_prompts(self.context.data_dir, recipe, iteration)
+        prompts = batch_prompts(self.context.data_dir, recipe, batch)
         samples, size = recipe.rollout.samples, recipe.rollout.chunk_size
-        part = slice(chunk * size, (chunk + 1) * size)
+        start = chunk % recipe.rollout.chunks * size
+        part = slice(start, start + size)
         # All samples of a prompt stand together, as in the requests.
         rows = [(prompt, n) for prompt in range(len(prompts["id"])) for n in range(samples)][part]
         requests = requests_for(
