@@ -85,7 +85,7 @@ def recipe_of(arm: str, kv_mib: int, answer: int = ANSWER) -> Recipe:
 
 def prepare(folder: Path) -> None:
     """Weights, KV scales and prompts for all arms, in `folder`."""
-    from fp8rl.data.prepare import iteration_prompts, prepare_data
+    from fp8rl.data.prepare import batch_prompts, prepare_data
     from fp8rl.learner.batch import make_batch
     from fp8rl.learner.learner import Learner
     from fp8rl.model.source import model_folder
@@ -97,7 +97,7 @@ def prepare(folder: Path) -> None:
     learner = Learner(model_dir, recipe)
     learner.load(model_dir, 0)
     learner.publish(folder / "w0", version=0)
-    prompts = iteration_prompts(folder / "data", recipe, 1)
+    prompts = batch_prompts(folder / "data", recipe, 0)
     answers = make_batch(prompts["prompt_tokens"], prompts["answer_tokens"])
     scales = learner.calibrate_kv(answers, version=0, source="benchmark")
     (folder / "kv_scales.json").write_text(scales.to_json())
@@ -106,7 +106,7 @@ def prepare(folder: Path) -> None:
 def take_turns(arm: str, kv_mib: int, answer: int, folder: Path) -> None:
     """Warms up and says "ready", then generates once for each line that comes in and says how that
     went."""
-    from fp8rl.data.prepare import iteration_prompts
+    from fp8rl.data.prepare import batch_prompts
     from fp8rl.model.kv_scales import KvScales
     from fp8rl.model.source import model_folder
     from fp8rl.rollout.engine import Engine
@@ -119,7 +119,7 @@ def take_turns(arm: str, kv_mib: int, answer: int, folder: Path) -> None:
     engine.load_weights(folder / "w0", 0)
     if engine.fp8_kv:
         engine.apply_kv_scales(KvScales.from_json((folder / "kv_scales.json").read_text()))
-    prompts = iteration_prompts(folder / "data", recipe, 1)
+    prompts = batch_prompts(folder / "data", recipe, 0)
     samples = recipe.rollout.samples
     requests = requests_for(
         prompts["prompt_tokens"], prompts["id"], samples, run_seed=recipe.seed, iteration=1
@@ -146,7 +146,7 @@ def iteration_parts(folder: Path) -> dict[str, float]:
 
     from benchmarks.measure import Bench
     from fp8rl.data.calibration import choose
-    from fp8rl.data.prepare import iteration_prompts
+    from fp8rl.data.prepare import batch_prompts
     from fp8rl.learner.advantage import grpo_advantages
     from fp8rl.learner.batch import make_batch
     from fp8rl.model.source import model_folder
@@ -155,7 +155,7 @@ def iteration_parts(folder: Path) -> dict[str, float]:
     recipe = load_recipe(CONFIGS / f"{RECALIBRATED}.yaml").recipe
     bench = Bench(recipe, folder)
     tokenizer = AutoTokenizer.from_pretrained(model_folder(recipe), local_files_only=True)
-    prompts, samples = iteration_prompts(folder / "data", recipe, 1), recipe.rollout.samples
+    prompts, samples = batch_prompts(folder / "data", recipe, 0), recipe.rollout.samples
     entries = [entry for entry in prompts["entry"] for _ in range(samples)]
     ids = torch.tensor([i for i in prompts["id"] for _ in range(samples)])
     parts: dict[str, list[float]] = defaultdict(list)

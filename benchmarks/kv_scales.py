@@ -28,7 +28,7 @@ from benchmarks import record
 from benchmarks.measure import model_with_weights
 from benchmarks.rescaled import rescaled
 from fp8rl.data.calibration import choose
-from fp8rl.data.prepare import iteration_prompts, prepare_data
+from fp8rl.data.prepare import batch_prompts, prepare_data
 from fp8rl.device import compute_environment
 from fp8rl.learner.batch import Batch, make_batch
 from fp8rl.learner.learner import Learner
@@ -118,7 +118,7 @@ class Bench:
         return rescaled(self.plain, self.dims, exponents, exponents)
 
     def requests(self, iteration: int) -> tuple[list[Request], list[int]]:
-        prompts = iteration_prompts(self.folder / "data", self.recipe, iteration)
+        prompts = batch_prompts(self.folder / "data", self.recipe, iteration - 1)
         samples = self.recipe.rollout.samples
         asked = requests_for(
             prompts["prompt_tokens"],

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fp8rl.data.prepare import iteration_prompts, prepare_data
+from fp8rl.data.prepare import batch_prompts, prepare_data
 from fp8rl.learner.batch import Batch, make_batch
 from fp8rl.learner.learner import Learner
 from fp8rl.mismatch import mismatch_panel
@@ -70,7 +70,7 @@ class Bench:
         model_dir = model_with_weights(recipe, folder / "model")
         prepare_data(recipe, model_dir, folder / "data")
         rollout = recipe.rollout
-        prompts = iteration_prompts(folder / "data", recipe, 1)
+        prompts = batch_prompts(folder / "data", recipe, 0)
         self.learner = Learner(model_dir, recipe)
         self.learner.load(model_dir, 0)
         self.learner.publish(folder / "w0", version=0)

@@ -140,6 +140,18 @@ def read_manifest(folder: Path) -> Checkpoint:
     return _checkpoint(folder, _read(folder))
 
 
+def read_state(folder: Path) -> dict[str, Any]:
+    """All that the checkpoint in `folder` keeps besides tensors; `verify` says whether it is whole.
+
+    Raises CheckpointError where it is missing or not JSON.
+    """
+    try:
+        state: dict[str, Any] = json.loads((folder / STATE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise _fault(folder, STATE, f"cannot be read ({error})") from error
+    return state
+
+
 def verify(folder: Path, run_id: str | None) -> Checkpoint:
     """The checkpoint in `folder`, after a check of every file's size and sha256.
 

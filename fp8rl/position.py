@@ -197,6 +197,9 @@ class _Plan:
             self._require(before, step, "the engine loads what it says", record_only=record_only)
         if before > self.origin:
             self._require(before, "train", "the next steps come from it")
+            if self.run.recipe.rollout.max_draws > 1:
+                why = "the next prompts come after its"
+                self._require(before, "rollout", why, record_only=True)
 
     def _require(self, number: int, step: str, why: str, *, record_only: bool = False) -> None:
         if fault := self.journal.fault(number, step, record_only=record_only):

@@ -15,6 +15,7 @@ from ray.exceptions import RayActorError
 
 from fp8rl import checkpoints, guard, machine, progress
 from fp8rl.context import RunContext
+from fp8rl.data.cursor import first_batch
 from fp8rl.retention import best, old_checkpoints
 from fp8rl.runs import Run
 from tasks.causes import first_line
@@ -37,6 +38,7 @@ def _state(context: RunContext, version: int) -> dict[str, Any]:
         "run_id": journal.run_id,
         "recipe_digest": context.recipe.step_digest(),
         "next_iteration": version + 1,
+        "next_batch": first_batch(context, version + 1),
         "data": {"files": prepared.files, **prepared.output},
         "kv_scales": scales,
         "kv_history": _kv_history(context, version),

@@ -46,3 +46,11 @@ def prompts_digest(context: RunContext, split: str) -> str:
 def file_digest(context: RunContext, iteration: int, step: str, name: str) -> str:
     """Digest of a file that `step` of `iteration` committed."""
     return context.journal.record(iteration, step).digest_of(name)
+
+
+def probe_sequences_of(context: RunContext) -> list[list[int]]:
+    """The tokens that learner and engine both score."""
+    from fp8rl.data.prepare import read_prompts
+    from fp8rl.sync.probe import probe_sequences
+
+    return probe_sequences(read_prompts(context.data_dir, "val"), context.recipe)

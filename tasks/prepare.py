@@ -59,16 +59,23 @@ async def warm_start(context: RunContext, iteration: int) -> tuple[dict[str, byt
     """Settles the weights that the run starts from; its output: their digest.
 
     For the tiny model these are warm-started ones, cached under runs/.cache by what they are made of
-    and shared by all arms; for a fork those of its checkpoint.
+    and shared by all arms; for a fork those of its checkpoint, with the batch of prompts that is next.
     """
     if context.origin > 0:
-        folder = checkpoints.checkpoint_folder(context.folder, context.origin)
-        return {}, {"output": {"weights": checkpoints.read_manifest(folder).weights_digest}}
+        return {}, {"output": forked_from(context)}
     if not context.recipe.model.is_tiny:
         return {}, {"output": {"weights": await asyncio.to_thread(_folder_digest, context.model_dir)}}
     await _warm_start(context)
     model = context.model_dir / MODEL_FILE
     return {}, {"output": {"weights": file_sha256(model)}, "written": (model,)}
+
+
+def forked_from(context: RunContext) -> dict[str, Any]:
+    """What a fork starts from, by its checkpoint: {"weights": digest, "next_batch": of prompts}."""
+    folder = checkpoints.checkpoint_folder(context.folder, context.origin)
+    # A checkpoint that does not say is of a run whose iterations drew one batch each.
+    batch = checkpoints.read_state(folder).get("next_batch", context.origin)
+    return {"weights": checkpoints.read_manifest(folder).weights_digest, "next_batch": batch}
 
 
 def _folder_digest(folder: Path) -> str:

@@ -84,14 +84,14 @@ def _planted() -> dict[str, str]:
 
 def learner_actor(context: RunContext) -> Any:
     """The learner of the run."""
-    from tasks.actors import LearnerActor
+    from tasks.learner_actor import LearnerActor
 
     return _actor(context, "learner", LearnerActor)
 
 
 def engine_actor(context: RunContext) -> Any:
     """The rollout engine of the run; creating it starts vLLM, in the background."""
-    from tasks.actors import EngineActor
+    from tasks.engine_actor import EngineActor
 
     return _actor(context, "engine", EngineActor, context)
 

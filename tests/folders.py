@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from fp8rl import checkpoints
 from fp8rl.context import RunContext
+from fp8rl.data.cursor import cursor_inputs, first_batch
 from fp8rl.files import file_sha256
 from fp8rl.journal import ITERATION, MODEL_FILE, StepRecord
 from fp8rl.learner.checkpoint import CheckpointWriter, capture, weights_digest
@@ -29,6 +30,7 @@ from tasks.inputs import file_digest, masters_digest, prompts_digest, weights_in
 from tests.models import publish
 
 CHUNKS = 2
+DRAWS = 2  # of each iteration, where the recipe asks for dynamic sampling
 MACHINE = {"cpu": "a cpu", "python": "3.11", "packages": {"torch": "2"}}
 
 
@@ -74,7 +76,8 @@ class Folder:
     def _sampling(self, version: int, split: str) -> dict:
         """What samples of weight `version` come from."""
         prompts = prompts_digest(self.context, split)
-        return {**weights_inputs(self.context, version), "prompts": prompts}
+        cursor = cursor_inputs(self.context, version + 1) if split == "train" else {}
+        return {**weights_inputs(self.context, version), "prompts": prompts, **cursor}
 
     def prepare_data(self, n: int) -> None:
         data = self.context.data_dir
@@ -104,7 +107,10 @@ class Folder:
         inputs = self._sampling(n - 1, "train")
         names = ("elements", "k_saturated", "v_saturated", "k_underflow", "v_underflow")
         kv = {name: [100 // (place + 1)] for place, name in enumerate(names)}
-        self._commit("rollout", n, {"rollouts.parquet": table}, inputs=inputs, output={"kv": kv})
+        output = {"kv": kv}
+        if self.recipe.rollout.max_draws > 1:
+            output["next_batch"] = first_batch(self.context, n) + DRAWS
+        self._commit("rollout", n, {"rollouts.parquet": table}, inputs=inputs, output=output)
 
     def forget_chunks(self, n: int) -> None:
         for number in range(CHUNKS):
@@ -162,7 +168,12 @@ class Folder:
         CheckpointWriter().start(
             checkpoints.checkpoint_folder(self.run.folder, version),
             tensors=capture(self.model, self.optimiser),
-            state={"run": self.run.name, "seed": self.seed, "next_iteration": version + 1},
+            state={
+                "run": self.run.name,
+                "seed": self.seed,
+                "next_iteration": version + 1,
+                "next_batch": first_batch(self.context, version + 1),
+            },
             run_id=self.run.id,
             version=version,
             weights_digest=self.weights(),

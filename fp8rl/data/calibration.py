@@ -4,7 +4,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from fp8rl.context import RunContext
-from fp8rl.data.prepare import iteration_prompts
+from fp8rl.data.cursor import first_batch
+from fp8rl.data.prepare import batch_prompts
 from fp8rl.tables import from_parquet
 
 
@@ -28,7 +29,8 @@ def calibration_set(context: RunContext, iteration: int) -> CalibrationSet:
     first, of its first prompts and their reference answers.
     """
     if iteration == context.origin:
-        columns = iteration_prompts(context.data_dir, context.recipe, iteration + 1)
+        batch = first_batch(context, iteration + 1)
+        columns = batch_prompts(context.data_dir, context.recipe, batch)
         source, groups, responses = (
             "prompts and reference answers",
             columns["id"],

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8rl.data.chat import question_tokens
-from fp8rl.data.tasks import build_prompts, prompts_of_iteration
+from fp8rl.data.tasks import build_prompts, prompts_of_batch
 from fp8rl.files import write_atomic
 from fp8rl.recipe.rules import RecipeError
 from fp8rl.recipe.schema import Recipe
@@ -52,8 +52,8 @@ def read_prompts(folder: Path, split: str) -> dict[str, list[Any]]:
     return from_parquet((folder / f"{split}.parquet").read_bytes())
 
 
-def iteration_prompts(folder: Path, recipe: Recipe, iteration: int) -> dict[str, list[Any]]:
-    """The columns of the train prompts that `iteration` (from 1) samples."""
+def batch_prompts(folder: Path, recipe: Recipe, batch: int) -> dict[str, list[Any]]:
+    """The columns of the train prompts of `batch` (from 0) of the stream; see `prompts_of_batch`."""
     train = read_prompts(folder, "train")
-    rows = prompts_of_iteration(len(train["id"]), recipe.rollout.prompts, iteration, recipe.seed)
+    rows = prompts_of_batch(len(train["id"]), recipe.rollout.prompts, batch, recipe.seed)
     return {name: [values[row] for row in rows] for name, values in train.items()}

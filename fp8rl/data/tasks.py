@@ -121,14 +121,14 @@ def require_scorable(task: Task, generator: ProceduralDataset) -> None:
         )
 
 
-def prompts_of_iteration(total: int, count: int, iteration: int, seed: int) -> list[int]:
-    """Ids of the `count` prompts of `iteration` (from 1) out of `total`.
+def prompts_of_batch(total: int, count: int, batch: int, seed: int) -> list[int]:
+    """Ids of the `count` prompts of `batch` (from 0) out of `total`, all different.
 
-    A function of its arguments alone, so a resumed run needs no saved cursor: every epoch is a
-    shuffle of its own, and the rest of an epoch that does not fill an iteration is left out.
+    A function of its arguments alone: every epoch is a shuffle of its own, and the rest of an epoch
+    that does not fill a batch is left out. Which batches an iteration draws is in cursor.py.
     """
     per_epoch = total // count
-    epoch, place = divmod(iteration - 1, per_epoch)
+    epoch, place = divmod(batch, per_epoch)
     order = list(range(total))
     Random(f"{seed}/{epoch}").shuffle(order)
     return order[place * count : (place + 1) * count]

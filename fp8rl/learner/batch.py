@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -44,6 +45,14 @@ class Batch:
     def valid(self) -> Tensor:
         """bool [B, S]: tokens that are not padding."""
         return torch.arange(self.tokens.shape[1])[None] < self.lengths[:, None]
+
+
+def split_evenly(count: int, parts: int) -> list[slice]:
+    """`count` rows in order as `parts` slices whose sizes differ by 1 at most; fewer slices where there
+    are fewer rows than that, so that none is empty."""
+    parts = min(parts, count)
+    bounds = [count * part // parts for part in range(parts + 1)]
+    return [slice(start, end) for start, end in pairwise(bounds)]
 
 
 def make_batch(

@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8rl import faults
 from fp8rl.device import resolve
 from fp8rl.journal import MODEL_FILE
-from fp8rl.learner.batch import Batch, make_batch
+from fp8rl.learner.batch import Batch, make_batch, split_evenly
 from fp8rl.learner.checkpoint import (
     CheckpointWriter,
     capture,
@@ -225,7 +225,6 @@ class Learner:
         self.require_version(version)
         options, objective = self.recipe.learner, self.objective
         lr = options.lr * min(1.0, iteration / (options.warmup_iterations + 1))
-        per_update = len(batch.lengths) // options.updates
         if prior is None:
             objective.require_rewards_without_kl()
             prior = self.prior_logprobs(batch, version=version, micro_batch=micro_batch)
@@ -237,8 +236,7 @@ class Learner:
         self.version = None  # half-trained until the end
         p_parts, entropies, losses, norms = [], [], [], []
         tally = Tally()
-        for update in range(options.updates):
-            rows = slice(update * per_update, (update + 1) * per_update)
+        for rows in split_evenly(len(batch.lengths), options.updates):
             part = batch.rows(rows)
             denominators = Denominators.of(plan.mask[rows])
             tally.start(denominators)

@@ -1,10 +1,8 @@
 """Rewards and samples before training: the parts of DAPO (arXiv 2503.14476) that are pure decisions.
 
-Raw rewards are what verifiers gave; shaped ones are what advantages are made of. Both are logged, and
-what to sample is decided on raw ones, so that a length penalty cannot make a group look informative.
+Raw rewards are what verifiers gave; shaped ones are what advantages are made of. Both are logged.
+Dynamic sampling is in fp8rl/rollout/dynamic_sampling.py: the process that decides it has no torch.
 """
-
-from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -33,47 +31,3 @@ def overlong_filter(finish_reasons: list[str]) -> Tensor:
     Its reward stays in its group's statistics. Source: DAPO, section 3.4.
     """
     return torch.tensor([reason != "length" for reason in finish_reasons])
-
-
-def informative(rewards: Tensor, groups: Tensor) -> Tensor:
-    """bool [B]: samples of groups whose raw rewards are not all equal; the others have advantage 0.
-
-    rewards: [B], raw. groups: int64 [B], ids in any order. Raises ValueError for a reward that is not
-    finite. Source: dynamic sampling, DAPO, equation 11.
-    """
-    if not bool(torch.isfinite(rewards).all()):
-        raise ValueError("a reward is NaN or Inf")
-    _, index = torch.unique(groups, return_inverse=True)
-    count = int(index.max()) + 1
-    low = torch.full((count,), torch.inf, dtype=rewards.dtype).scatter_reduce(0, index, rewards, "amin")
-    high = torch.full((count,), -torch.inf, dtype=rewards.dtype)
-    high = high.scatter_reduce(0, index, rewards, "amax")
-    return (low < high)[index]
-
-
-class Draw(StrEnum):
-    """What dynamic sampling does next."""
-
-    ENOUGH = "enough"
-    AGAIN = "again"
-    GIVE_UP = "give_up"  # the budget is spent: train on the groups that there are
-
-
-def next_draw(kept_groups: int, *, wanted: int, drawn: int, budget: int) -> Draw:
-    """After `drawn` batches of prompts with `kept_groups` informative groups among them.
-
-    budget: batches of prompts that one iteration may draw.
-    """
-    if kept_groups >= wanted:
-        return Draw.ENOUGH
-    return Draw.AGAIN if drawn < budget else Draw.GIVE_UP
-
-
-def choose_groups(rewards: Tensor, groups: Tensor, wanted: int) -> Tensor:
-    """bool [B]: the samples of the first `wanted` informative groups, by ascending id.
-
-    By id, not by place, so that the choice does not depend on the order in which samples came.
-    """
-    useful = informative(rewards, groups)
-    first = torch.unique(groups[useful])[:wanted]
-    return torch.isin(groups, first)

@@ -120,8 +120,8 @@ def guard_problems(guard: Guard, *, has_reference: bool) -> Iterator[tuple[tuple
         if rule.watch is Watched.REFERENCE_KL and not has_reference:
             yield (
                 (*key, "learner.kl.use"),
-                f"{rule.name}: there is no reference policy. Set learner.kl.use (with learner.kl.beta=0 "
-                "the KL is measured only)",
+                f"{rule.name}: there is no reference policy. Set learner.kl.use (with "
+                "learner.kl.beta=0 the KL is measured only)",
             )
         if rule.breaches > rule.of:
             yield key, f"{rule.name}: {rule.breaches} breaches of {rule.of} iterations cannot be"

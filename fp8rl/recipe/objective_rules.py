@@ -29,10 +29,29 @@ def compares_logprobs(recipe: Recipe) -> bool:
 
 def objective_problems(recipe: Recipe) -> Iterator[Problem]:
     """Recipe keys at fault, and why, and what to do."""
+    yield from _dynamic_sampling(recipe)
     yield from _loss(recipe)
     yield from _kl(recipe)
     yield from _correction(recipe)
     yield from _rejection(recipe.correction.reject)
+
+
+def _dynamic_sampling(recipe: Recipe) -> Iterator[Problem]:
+    rollout, total = recipe.rollout, recipe.task.train_prompts
+    per_epoch = total // rollout.prompts
+    if rollout.max_draws > max(per_epoch, 1):  # fewer prompts than one draw has are refused besides
+        yield (
+            ("rollout.max_draws", "rollout.prompts", "task.train_prompts"),
+            f"an iteration draws no prompt twice, and {total} prompts are enough for {per_epoch} draws "
+            f"of {rollout.prompts}. Lower rollout.max_draws or rollout.prompts, or raise "
+            "task.train_prompts",
+        )
+    if rollout.max_draws > 1 and rollout.samples < 2:
+        yield (
+            ("rollout.max_draws", "rollout.samples"),
+            "the reward of one sample differs from no other: every draw would be thrown away. Set "
+            "rollout.samples=2 or more, or rollout.max_draws=1",
+        )
 
 
 def _loss(recipe: Recipe) -> Iterator[Problem]:

@@ -180,7 +180,10 @@ class Precision(Section):
 
 class Rollout(Section):
     prompts: PositiveInt = 32
-    """Prompts of one iteration."""
+    """Prompts of one iteration; with dynamic sampling of one draw, and the groups it wants to keep."""
+    max_draws: PositiveInt = 1
+    """Batches of `prompts` prompts that one iteration may draw until it has `prompts` groups whose
+    rewards differ (dynamic sampling, DAPO). 1: it trains on what it drew."""
     samples: PositiveInt = 8
     """Samples of each prompt: the group of GRPO."""
     temperature: PositiveFloat = 1.0
@@ -193,6 +196,11 @@ class Rollout(Section):
     chunk_size: PositiveInt = 256
     """Sequences generated at a time, in fixed order from a clean prefix cache."""
     kv_cache_mib: PositiveInt = 256
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of one batch of prompts."""
+        return -(-self.prompts * self.samples // self.chunk_size)
 
 
 class Sync(Section):

@@ -12,7 +12,7 @@ from fp8rl.learner.kl import ReferenceMissingError
 from fp8rl.learner.learner import Learner
 from fp8rl.learner.reference import ReferenceMismatchError
 from fp8rl.recipe.schema import Linear
-from tasks.actors import LearnerActor
+from tasks.learner_actor import LearnerActor
 from tests.models import RAGGED, recipe_with, write_model
 
 ZEROES = ("train/reference_kl", "train/reference_kl_k1", "train/kl_loss")

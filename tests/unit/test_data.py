@@ -1,5 +1,7 @@
 """Tasks, prompts, corpus, seeds and verifiers."""
 
+from random import Random
+
 import pytest
 from transformers import AutoTokenizer
 
@@ -7,7 +9,7 @@ from fp8rl.data.chat import question_tokens, require_chat_template
 from fp8rl.data.corpus import corpus
 from fp8rl.data.prepare import prepare_data, read_prompts
 from fp8rl.data.seeds import seed_of
-from fp8rl.data.tasks import build_prompts, make_generator, prompts_of_iteration
+from fp8rl.data.tasks import build_prompts, make_generator, prompts_of_batch
 from fp8rl.model.tiny import ALPHABET, write_tiny_model
 from fp8rl.recipe.rules import RecipeError
 from fp8rl.recipe.schema import Extract, Recipe, Rollout, Task, TinyModel
@@ -130,13 +132,29 @@ def test_scorer_that_raises_is_counted_not_fatal():
     assert verdicts[1].status is Status.OK
 
 
-def test_prompts_of_iteration_cover_an_epoch_once_and_reshuffle():
-    epoch = [prompts_of_iteration(20, 6, n, seed=1) for n in (1, 2, 3)]
+def test_batches_cover_an_epoch_once_and_reshuffle():
+    epoch = [prompts_of_batch(20, 6, n, seed=1) for n in (0, 1, 2)]
     seen = [i for part in epoch for i in part]
     assert len(seen) == len(set(seen)) == 18
-    assert prompts_of_iteration(20, 6, 4, seed=1) != epoch[0]
-    assert prompts_of_iteration(20, 6, 2, seed=1) == epoch[1]
-    assert prompts_of_iteration(20, 6, 1, seed=2) != epoch[0]
+    assert prompts_of_batch(20, 6, 3, seed=1) != epoch[0]
+    assert prompts_of_batch(20, 6, 1, seed=1) == epoch[1]
+    assert prompts_of_batch(20, 6, 0, seed=2) != epoch[0]
+
+
+def prompts_of_iteration(total, count, iteration, seed):
+    """What iterations sampled before they could draw more than one batch."""
+    epoch, place = divmod(iteration - 1, total // count)
+    order = list(range(total))
+    Random(f"{seed}/{epoch}").shuffle(order)
+    return order[place * count : (place + 1) * count]
+
+
+@pytest.mark.parametrize(("total", "count"), [(20, 6), (20, 5), (7, 7), (33, 1)])
+def test_runs_that_draw_once_an_iteration_have_the_prompts_they_always_had(total, count):
+    for seed in (0, 3):
+        for iteration in range(1, 4 * (total // count) + 1):
+            want = prompts_of_iteration(total, count, iteration, seed)
+            assert prompts_of_batch(total, count, iteration - 1, seed) == want
 
 
 def test_corpus_has_the_asked_share_of_right_answers_and_no_excluded_question():

@@ -19,7 +19,7 @@ from fp8rl.learner.objective import Plan, PolicyObjective
 from fp8rl.learner.signal import learning_signal
 from fp8rl.recipe.objective import Estimator
 from fp8rl.recipe.schema import Recipe
-from tasks.actors import LearnerActor
+from tasks.learner_actor import LearnerActor
 from tests import objective_oracle as oracle
 from tests.unit.test_learner_objective import (
     VOCABULARY,

@@ -1,6 +1,7 @@
 """What the recipe's objective does in `Learner.train`, on a model small enough to think about."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from fp8rl.mismatch import mismatch_panel
 from fp8rl.recipe.objective import CorrectionMode, InvalidLogprobs, LossKind
 from fp8rl.recipe.schema import Recipe
 from fp8rl.tables import to_parquet
-from tasks.actors import LearnerActor, _require_match
+from tasks.learner_actor import LearnerActor, _require_match
 from tests import objective_oracle as oracle
 
 VOCABULARY = 7
@@ -315,14 +316,19 @@ def test_several_updates_share_weights_and_mask_of_the_first():
     assert metrics["train/ratio_max"] > once["train/ratio_max"] == 1.0
 
 
-def test_weights_of_bypass_follow_the_learner_from_update_to_update():
+@pytest.mark.parametrize(
+    ("updates", "bounds"), [(2, (0, 4, 8)), (3, (0, 2, 5, 8)), (9, tuple(range(9)))]
+)
+def test_weights_of_bypass_follow_the_learner_from_update_to_update(updates, bounds):
+    """Every sample is trained on, also where they do not divide into the updates."""
     batch, advantages = samples()
-    learner = learner_for(learner={"loss": "reinforce", "updates": 2}, correction={"bypass": True})
+    options = {"loss": "reinforce", "updates": updates}
+    learner = learner_for(learner=options, correction={"bypass": True})
     _, step = train(learner, batch, advantages)
     torch.manual_seed(0)
     start = Policy().table.detach()
     table = start.clone().requires_grad_()
-    for rows in (slice(0, 4), slice(4, 8)):
+    for rows in (slice(start, end) for start, end in pairwise(bounds)):
         part = batch.rows(rows)
         c = logprobs_of(table, part)
         w = (c.detach() - part.g).exp().clamp(max=2.0)

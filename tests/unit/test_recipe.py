@@ -219,6 +219,8 @@ def violated(*overrides: str) -> dict[tuple[str, ...], str]:
         (["rollout.samples=1"], "rollout.samples"),
         (["learner.updates=3"], "learner.updates"),
         (["rollout.prompts=99", "task.train_prompts=50"], "task.train_prompts"),
+        (["rollout.max_draws=4", "rollout.prompts=10", "task.train_prompts=39"], "rollout.max_draws"),
+        (["rollout.max_draws=2", "rollout.samples=1"], "rollout.max_draws"),
         (["precision.learner=fp8"], "precision.learner"),
         (
             ["precision.first_layers_bf16=3", "precision.last_layers_bf16=2"],
