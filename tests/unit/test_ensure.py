@@ -38,7 +38,7 @@ class Made:
 
     def __init__(self, monkeypatch, scores, status=None):
         self.scores, self.count, self.notes = scores, 0, []
-        self.status = status or {"version": None, "kv_version": None}
+        self.status = {"version": None, "kv_version": None, "fp8_kv": False} | (status or {})
         for name in ("status_of", "load_published", "wait"):
             monkeypatch.setattr(ensure, name, getattr(self, name))
         monkeypatch.setattr(ensure, "release_actor", lambda context, kind: None)

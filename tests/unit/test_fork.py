@@ -182,6 +182,7 @@ def test_fork_starts_from_the_newest_checkpoint_under_the_new_recipe(run):
         "id": run.id,
         "version": 3,
         "weights": run.journal.record(3, "train").output["weights"],
+        "guard": {"1": [], "2": [], "3": []},
         "changes": {
             "iterations": ["4", "9"],
             "learner.lr": ["0.0001", "0.5"],
