@@ -35,6 +35,7 @@ def plot_worst(columns: dict[str, list[Any]], iteration: int) -> bytes:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     count = min(_PLOTTED, len(columns["error"]))
     figure, axes = plt.subplots(count, 1, figsize=(9, 1.1 + 1.7 * count), squeeze=False)
@@ -47,6 +48,7 @@ def plot_worst(columns: dict[str, list[Any]], iteration: int) -> bytes:
         )
         axis.set_title(title, fontsize=9)
         axis.set_ylabel("log-prob", fontsize=8)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     axes[0, 0].legend(fontsize=8)
     axes[-1, 0].set_xlabel(f"response token (iteration {iteration})", fontsize=8)
