@@ -10,7 +10,7 @@ from fp8rl import machine
 from fp8rl.context import RunContext
 from fp8rl.device import compute_environment, resolve, settled
 from fp8rl.lock import LockedError, Owner, RunLock
-from fp8rl.model.source import describe_model, model_folder
+from fp8rl.model.source import describe_model, model_folder, pinned
 from fp8rl.position import Position, settle
 from fp8rl.preflight import require_runnable
 from fp8rl.recipe.load import check_name
@@ -94,7 +94,7 @@ def open_run(recipe: Recipe, resume: str | None, flow_run_id: str) -> Opened:
     notes: list[str] = []
     if found is None:
         require_runnable(recipe)
-        recipe = settled(recipe)
+        recipe = pinned(settled(recipe))
         name = run_name(recipe)
         check_name(name)
         about = identity(recipe) | {"prefect_flow_run": flow_run_id}

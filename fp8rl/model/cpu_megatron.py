@@ -11,6 +11,7 @@ tests/contract/test_megatron.py shows what Megatron-core does without them, and 
 against transformers, so that an upgrade that changes one of these calls fails there.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fp8rl.model.dims import Llama3Rope
 
 # The CPU flash kernel's backward works on blocks much longer than short sequences are: up to this
 # length the plain products are faster, forward and backward together.
@@ -54,6 +57,22 @@ class CpuRotaryEmbedding(RotaryEmbedding):
         """[seq, 1, 1, head_dim] FP32 angles, halves repeated (not interleaved)."""
         freqs = self.get_freqs_non_repeated(max_seq_len, offset)
         return torch.cat((freqs, freqs), dim=-1)[:, None, None, :]
+
+
+def llama3_frequencies(inv_freq: Tensor, rope: Llama3Rope) -> Tensor:
+    """FP32 [head_dim / 2]: rotary frequencies as Llama 3.1 stretches them.
+
+    A frequency whose wave is longer than original_max_positions / low_freq_factor is divided by
+    `factor`; one that is shorter than original_max_positions / high_freq_factor stays; in between the
+    two are mixed. Source: Llama 3.1's reference code (apply_scaling). Megatron-core has its own with
+    fixed factors.
+    """
+    waves = 2 * math.pi / inv_freq
+    turns = rope.original_max_positions / waves
+    share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    mixed = (1 - share) * inv_freq / rope.factor + share * inv_freq
+    found = torch.where(turns < rope.low_freq_factor, inv_freq / rope.factor, mixed)
+    return torch.where(turns > rope.high_freq_factor, inv_freq, found)
 
 
 QkvObserver = Callable[[int, Tensor, Tensor, Tensor], None]

@@ -35,14 +35,18 @@ class PlannedLinear:
         self.fp8 = Fp8Weight(projections, recipe, backend) if fmt.is_fp8 else None
         self.fp8_format = Format.of_weight(recipe.weight)  # what runs, not what was asked for
 
-    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """With a bias in x's dtype, added where vLLM adds it: after an FP8 product was rounded, and
+        within a BF16 one."""
         if self.requested is None:
             raise RuntimeError("a planned linear was run before its precision was decided")
+        bias = None if bias is None else bias.to(x.dtype)
         if self.fp8 is not None:
             self.effective = self.fp8_format
-            return fp8_linear(x, weight, self.fp8)
+            product = fp8_linear(x, weight, self.fp8)
+            return product if bias is None else product + bias
         self.effective = FORMAT_OF_DTYPE[str(x.dtype)]
-        return nn.functional.linear(x, weight.to(x.dtype))
+        return nn.functional.linear(x, weight.to(x.dtype), bias)
 
 
 class PlannedColumnLinear(PlannedLinear, ColumnParallelLinear):
@@ -51,11 +55,9 @@ class PlannedColumnLinear(PlannedLinear, ColumnParallelLinear):
     def _forward_impl(
         self, input: Tensor, weight: Tensor, bias: Any, *_: Any, allreduce_dgrad: bool, **__: Any
     ) -> Tensor:
-        if bias is not None:
-            raise NotImplementedError("biases are not supported yet")
         if allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=self.tp_group)
-        return self._product(input, weight)
+        return self._product(input, weight, bias)
 
 
 class PlannedRowLinear(PlannedLinear, RowParallelLinear):

@@ -22,6 +22,7 @@ from fp8rl.model.cpu_megatron import (
     CpuRotaryEmbedding,
     SdpaAttention,
     init_single_rank,
+    llama3_frequencies,
 )
 from fp8rl.model.dims import ModelDims
 from fp8rl.model.layers import PlannedColumnLinear, PlannedLinear, PlannedRowLinear, RmsNorm
@@ -37,8 +38,9 @@ class WeightsError(ValueError):
     """Weights that do not fit the model: the text names the tensors."""
 
 
-def layer_spec() -> ModuleSpec:
+def layer_spec(*, qk_norm: bool = False) -> ModuleSpec:
     """Megatron-core's spec of one transformer block."""
+    head_norm = RmsNorm if qk_norm else None
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -50,6 +52,8 @@ def layer_spec() -> ModuleSpec:
                     linear_qkv=PlannedColumnLinear,
                     core_attention=SdpaAttention,
                     linear_proj=PlannedRowLinear,
+                    q_layernorm=head_norm,
+                    k_layernorm=head_norm,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
@@ -77,6 +81,8 @@ def transformer_config(dims: ModelDims, **more: Any) -> TransformerConfig:
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
+        add_qkv_bias=dims.qkv_bias,
+        qk_layernorm=dims.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         **more,
@@ -110,7 +116,7 @@ class PolicyModel(nn.Module):
         self.compute_dtype = compute_dtype
         self.gpt = GPTModel(
             transformer_config(dims, params_dtype=torch.float32, **CPU_CONFIG),
-            layer_spec(),
+            layer_spec(qk_norm=dims.qk_norm),
             vocab_size=dims.vocab,
             max_sequence_length=dims.max_positions,
             share_embeddings_and_output_weights=dims.tied_embeddings,
@@ -124,6 +130,9 @@ class PolicyModel(nn.Module):
             rotary_base=dims.rope_theta,
             use_cpu_initialization=True,
         )
+        if dims.rope_scaling is not None:
+            rotary = self.gpt.rotary_pos_emb
+            rotary.inv_freq = llama3_frequencies(rotary.inv_freq, dims.rope_scaling)
         self.gpt.decoder.final_layernorm = RmsNorm(self.gpt.config, dims.hidden, eps=dims.norm_eps)
         # The residual stream is in the compute dtype from the embedding on.
         self.gpt.embedding.register_forward_hook(lambda _m, _i, out: out.to(compute_dtype))
@@ -218,7 +227,7 @@ class PolicyModel(nn.Module):
         return dict(zip(slot.hf, parts, strict=True))
 
     def reset(self, seed: int) -> None:
-        """Random weights: normal with the config's standard deviation, norms at one.
+        """Random weights: normal with the config's standard deviation, norms at one, biases at zero.
 
         Matrices that write to the residual stream are scaled by 1 / sqrt(2 * layers), as in GPT-2.
         """
@@ -228,7 +237,7 @@ class PolicyModel(nn.Module):
         for slot in self.table:
             for name, rows in zip(slot.hf, slot.rows, strict=True):
                 if slot.columns is None:
-                    weights[name] = torch.ones(rows)
+                    weights[name] = torch.full((rows,), 0.0 if name.endswith(".bias") else 1.0)
                 else:
                     residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                     std = residual_std if residual else self.dims.init_std

@@ -32,7 +32,7 @@ class Slot:
 
 
 def name_table(dims: ModelDims) -> list[Slot]:
-    """Every parameter of a Llama-architecture model, exactly once."""
+    """Every parameter of a model of one of the families, exactly once."""
     hidden, inter = dims.hidden, dims.intermediate
     table = [_embedding(dims)]
     for i in range(dims.layers):
@@ -49,6 +49,7 @@ def name_table(dims: ModelDims) -> list[Slot]:
                 interleaved=True,
                 is_linear=True,
             ),
+            *(_attention_vectors(attention, f"{meg}.self_attention", dims)),
             Slot(
                 hf=(f"{attention}.o_proj.weight",),
                 megatron=f"{meg}.self_attention.linear_proj.weight",
@@ -79,6 +80,28 @@ def name_table(dims: ModelDims) -> list[Slot]:
     if not dims.tied_embeddings:
         table.append(_head(dims))
     return table
+
+
+def _attention_vectors(hf: str, megatron: str, dims: ModelDims) -> list[Slot]:
+    """What a family has besides matrices: biases of q, k and v, norms of each query and key head."""
+    slots = []
+    if dims.qkv_bias:
+        slots.append(
+            Slot(
+                hf=tuple(f"{hf}.{p}_proj.bias" for p in "qkv"),
+                megatron=f"{megatron}.linear_qkv.bias",
+                vllm=f"{hf}.qkv_proj.bias",
+                rows=(dims.q_rows, dims.kv_rows, dims.kv_rows),
+                columns=None,
+                interleaved=True,
+            )
+        )
+    if dims.qk_norm:
+        slots += [
+            _vector(f"{hf}.{p}_norm.weight", f"{megatron}.{p}_layernorm.weight", dims.head_dim)
+            for p in "qk"
+        ]
+    return slots
 
 
 def _embedding(dims: ModelDims) -> Slot:

@@ -2,7 +2,7 @@
 
 Rollout, learner and requantisation read it, by Hugging Face name. The first rule that matches decides:
 
-    1  never      embeddings, output projection, norms, routers: BF16, whatever a recipe says
+    1  never      embeddings, output projection, norms, biases, routers: BF16, whatever a recipe says
     2  exclude    the recipe's patterns: BF16
     3  first / last layers of the recipe: BF16
     4  include    where the recipe has patterns, linears that match none: BF16
@@ -81,6 +81,7 @@ _NEVER = (
     "model.embed_tokens.weight",
     "lm_head.weight",
     "*norm.weight",
+    "*_proj.bias",
     "*.mlp.gate.weight",
     "*router.weight",
 )

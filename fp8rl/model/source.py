@@ -1,7 +1,8 @@
 """Which folder a recipe's model is in: asked here and nowhere else. Imports without torch.
 
-A recipe names a Hugging Face folder (model.path), a GGUF file (model.gguf, converted once and kept
-under the runs folder), or neither: the tiny model, which every run builds in its own folder.
+A recipe names a Hugging Face folder (model.path), a model of the hub (model.hub, kept in the hub's own
+cache), a GGUF file (model.gguf, converted once and kept under the runs folder), or none of them: the
+tiny model, which every run builds in its own folder.
 """
 
 import json
@@ -30,17 +31,22 @@ RECORD_FILE = "source.json"
 CONVERSION_CODE = 1
 
 _MAGIC = b"GGUF"
+# Weights as safetensors only: pickles of a stranger are never loaded.
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 _EXTRA = "install fp8rl with the extra `models` (pip install 'fp8rl[models]')"
 
 
 def model_folder(recipe: Recipe) -> Path | None:
     """Hugging Face folder of the recipe's model; None for the tiny one, which has none of its own.
 
-    A GGUF file that was not converted yet is converted now, in a process of its own, with a progress
-    note. Raises RecipeError where the file, its package or what reads it is missing, and where it
-    cannot be converted. Whether a folder named by model.path is there is for its reader to say.
+    A GGUF file that was not converted yet is converted now, in a process of its own, and a model of the
+    hub downloaded, with a progress note. Raises RecipeError where the file, its package or what reads
+    it is missing, where it cannot be converted, and where the hub does not give the model. Whether a
+    folder named by model.path is there is for its reader to say.
     """
     model = recipe.model
+    if model.hub is not None:
+        return _from_hub(model.hub)
     if model.gguf is not None:
         return _converted(gguf_file(model.gguf), Path(recipe.runs_dir).resolve())
     return None if model.path is None else Path(model.path).resolve()
@@ -60,10 +66,51 @@ def describe_model(recipe: Recipe) -> dict[str, Any]:
     folder = model_folder(recipe)
     if folder is None:
         return {"kind": "tiny"}
+    if recipe.model.hub is not None:
+        return {"kind": "hub", "hub": recipe.model.hub, "folder": str(folder)}
     if recipe.model.gguf is None:
         return {"kind": "path", "folder": str(folder)}
     made_from = json.loads((folder / RECORD_FILE).read_text())
     return {"kind": "gguf", "gguf": recipe.model.gguf, "folder": str(folder), **made_from}
+
+
+def pinned(recipe: Recipe) -> Recipe:
+    """`recipe` with the commit of its hub model in its name, so that a run that is resumed has the same.
+
+    Raises RecipeError as `model_folder`.
+    """
+    if recipe.model.hub is None:
+        return recipe
+    name = recipe.model.hub.partition("@")[0]
+    hub = f"{name}@{_from_hub(recipe.model.hub).name}"
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"hub": hub})})
+
+
+@cache
+def _from_hub(hub: str) -> Path:
+    """The folder of a model in the hub's cache, whose name is its commit."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    name, _, revision = hub.partition("@")
+    options: dict[str, Any] = {"revision": revision or None, "allow_patterns": _HUB_FILES}
+    try:
+        try:
+            folder = huggingface_hub.snapshot_download(name, local_files_only=True, **options)
+        except errors.LocalEntryNotFoundError:
+            progress.emit(
+                progress.Event("note", f"model.hub: {hub} is not in the cache; downloading it")
+            )
+            folder = huggingface_hub.snapshot_download(name, **options)
+    except errors.HFValidationError as error:
+        raise RecipeError(f"model.hub: {hub!r} is no name of a model: {error}") from None
+    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
+        raise RecipeError(
+            f"model.hub: {hub} is not in the cache ({huggingface_hub.constants.HF_HUB_CACHE}) and "
+            f"cannot be downloaded: {str(error).strip().splitlines()[0]}. Check the name, the "
+            "connection and HF_HUB_OFFLINE, or name a folder with model.path"
+        ) from None
+    return Path(folder).resolve()
 
 
 def gguf_file(name: str) -> Path:

@@ -103,21 +103,24 @@ def require() -> None:
         )
 
 
-def layer_spec() -> Any:
+def layer_spec(*, qk_norm: bool = False) -> Any:
     """Megatron-core's own layer spec with TE's modules. Raises BackendError as `require`."""
     require()
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-    return get_gpt_layer_with_transformer_engine_spec()
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
 
 
 def build(dims: ModelDims, precision: Precision) -> Any:
     """Megatron-core's GPTModel with TE's layers in FP8, BF16 parameters, on the current CUDA device.
 
     Its parameters are named as `parameter_name` says. `environment` has to be set before. Not run yet.
-    Raises BackendError as `require`.
+    Raises BackendError as `require`, and for Llama 3's rotary embedding, whose factors Megatron-core
+    has fixed.
     """
-    spec = layer_spec()
+    spec = layer_spec(qk_norm=dims.qk_norm)
+    if dims.rope_scaling is not None:
+        raise BackendError("Llama 3's scaled rotary embedding is not built with Transformer Engine yet")
     import torch
     from megatron.core.models.gpt.gpt_model import GPTModel
 

@@ -169,17 +169,17 @@ def _refuse(violations: list[Violation]) -> None:
 
 def _model(recipe: Recipe) -> Iterator[Violation]:
     model, task = recipe.model, recipe.task
-    if model.path is not None and model.gguf is not None:
-        yield Violation(("model.path", "model.gguf"), "they name two models. Leave one of them out")
-    given = "model.gguf" if model.path is None else "model.path"
+    given = tuple(f"model.{key}" for key in model.named)
+    if len(given) > 1:
+        yield Violation(given, f"they name {len(given)} models. Leave one in")
     if not model.is_tiny and recipe.warm_start.steps:
         yield Violation(
-            (given, "warm_start.steps"),
+            (*given, "warm_start.steps"),
             "the warm start builds the tiny model; with a model of your own set warm_start.steps=0",
         )
     if model.is_tiny and task.chat:
         yield Violation(
-            ("task.chat", "model.path", "model.gguf"),
+            ("task.chat", "model.path", "model.hub", "model.gguf"),
             "the tiny model's tokenizer has no chat template. Set task.chat=false, or name a model",
         )
     if task.system is not None and not task.chat:

@@ -85,7 +85,11 @@ class TinyModel(Section):
 
 class Model(Section):
     path: str | None = None
-    """Folder of a Hugging Face Llama model. Without path and gguf: the tiny model, warm-started."""
+    """Folder of a Hugging Face model of the Llama, Qwen2 or Qwen3 family. Without path, hub and gguf:
+    the tiny model, warm-started."""
+    hub: str | None = None
+    """Name of such a model on the Hugging Face hub, "owner/name" or "owner/name@revision". It is
+    downloaded once into the hub's own cache; a run keeps to the commit that it began with."""
     gguf: str | None = None
     """GGUF file of a Llama model: its path, or package:<module>/<file> for one that an installed
     package ships. Converted to a Hugging Face folder in BF16, once, under the runs folder."""
@@ -93,7 +97,12 @@ class Model(Section):
 
     @property
     def is_tiny(self) -> bool:
-        return self.path is None and self.gguf is None
+        return not self.named
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The keys that name a model of one's own."""
+        return tuple(key for key in ("path", "hub", "gguf") if getattr(self, key) is not None)
 
 
 class WarmStart(Section):

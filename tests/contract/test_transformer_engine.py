@@ -76,7 +76,7 @@ def test_model_is_built_of_arguments_that_megatron_has(monkeypatch):
 
     real = gpt_model.GPTModel
     monkeypatch.setattr(gpt_model, "GPTModel", model)
-    monkeypatch.setattr(te, "layer_spec", lambda: "spec")
+    monkeypatch.setattr(te, "layer_spec", lambda **_: "spec")
     assert te.build(DIMS, precision(learner_format="hybrid")) == "model"
     config = built["config"]
     assert (config.fp8, config.fp8_recipe, config.bf16) == ("hybrid", "blockwise", True)

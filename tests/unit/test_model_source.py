@@ -47,6 +47,67 @@ def test_files_that_are_not_there_say_so(tmp_path, monkeypatch):
             gguf_file(name)
 
 
+# --- the hub
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A hub cache with one model, laid out as the hub's own client does; nothing can be downloaded."""
+    import huggingface_hub
+
+    model = tmp_path / "hub" / "models--some--model"
+    for commit in ("a" * 40, "b" * 40):
+        write_model(RAGGED, model / "snapshots" / commit)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("b" * 40)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    real = huggingface_hub.snapshot_download
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda name, **options: real(name, cache_dir=tmp_path / "hub", **options),
+    )
+    source._from_hub.cache_clear()
+    yield model
+    source._from_hub.cache_clear()
+
+
+def of_hub(name):
+    return recipe_with(model={"hub": name}, warm_start={"steps": 0})
+
+
+def test_a_model_of_the_hub_is_pinned_to_its_commit(cache):
+    recipe = source.pinned(of_hub("some/model"))
+    assert recipe.model.hub == f"some/model@{'b' * 40}"
+    assert model_folder(recipe) == (cache / "snapshots" / ("b" * 40)).resolve()
+    assert model_dims(recipe) == tiny_dims(RAGGED)
+    assert describe_model(recipe)["hub"] == recipe.model.hub
+    (cache / "refs" / "main").write_text("a" * 40)  # the hub has gone on
+    source._from_hub.cache_clear()
+    assert source.pinned(recipe) == recipe
+    older = source.pinned(of_hub(f"some/model@{'a' * 40}"))
+    assert model_folder(older).name == "a" * 40
+    assert source.pinned(recipe_with()) == recipe_with()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("some/other", "not in the cache .* cannot be downloaded"),
+        ("some/model@no-such-branch", "cannot be downloaded"),
+        ("a/b/c", "is no name of a model"),
+        ("../../etc", "is no name of a model"),
+    ],
+)
+def test_what_the_hub_does_not_give_is_said_in_words(cache, name, words):
+    with pytest.raises(RecipeError, match=rf"model\.hub: .*{words}"):
+        model_dims(of_hub(name))
+
+
+# --- GGUF files
+
+
 def test_a_file_that_is_not_gguf_and_missing_readers_are_refused(tmp_path, monkeypatch):
     file = tmp_path / "model.gguf"
     file.write_bytes(b"PK\3\4")

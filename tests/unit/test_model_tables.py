@@ -1,11 +1,13 @@
 """Names and dimensions."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from fp8rl.model.dims import UnsupportedModelError, dims_from_hf, read_dims
+from fp8rl.model.cpu_megatron import llama3_frequencies
+from fp8rl.model.dims import Llama3Rope, UnsupportedModelError, dims_from_hf, read_dims
 from fp8rl.model.names import megatron_row_order, name_table
 from fp8rl.model.tiny import hf_config
 from fp8rl.numerics.backends import Projections
@@ -23,9 +25,30 @@ def test_tiny_model_is_of_the_intended_size():
     assert min(min(*slot.rows, slot.columns) for slot in linears) >= 128
 
 
+def test_a_family_has_what_its_definition_says():
+    """Configs of Qwen2 and Qwen3 do not say that there are biases, or QK-norm."""
+    kinds = {f: dims_from_hf({**CONFIG, "model_type": f}) for f in ("llama", "qwen2", "qwen3")}
+    has = {f: (dims.qkv_bias, dims.qk_norm) for f, dims in kinds.items()}
+    assert has == {"llama": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = {**CONFIG, "rope_parameters": rope | {"original_max_position_embeddings": 64}}
+    assert dims_from_hf(config).rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 64)
+
+
+def test_llama3_frequencies_stay_where_waves_are_short_and_stretch_where_they_are_long():
+    rope = Llama3Rope(8.0, 1.0, 4.0, 64)
+    # Waves of 8, 32 and 128 positions: 8 turns in 64, 2 turns, half a turn.
+    waves = torch.tensor([8.0, 32.0, 128.0])
+    got = 2 * math.pi / llama3_frequencies(2 * math.pi / waves, rope)
+    mixed = 1 / ((1 - 1 / 3) / (8 * 32) + (1 / 3) / 32)  # (2 - 1) / (4 - 1) of the way
+    assert got.tolist() == pytest.approx([8.0, mixed, 8 * 128.0])
+
+
 @pytest.mark.parametrize("tied", [True, False])
-def test_table_names_each_parameter_once(tied):
-    table = name_table(replace(DIMS, tied_embeddings=tied))
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_table_names_each_parameter_once(model_type, tied):
+    dims = dims_from_hf({**CONFIG, "model_type": model_type})
+    table = name_table(replace(dims, tied_embeddings=tied))
     for names in (
         [n for s in table for n in s.hf],
         [s.megatron for s in table],
@@ -58,7 +81,11 @@ def test_projections_split_and_join_are_inverses():
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_parameters"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_parameters.*low_freq"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 8}}, "rope_parameters"),
+        ({"rope_scaling": {"type": "dynamic"}, "rope_parameters": None}, "rope_scaling"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
         ({"use_qk_norm": True}, "use_qk_norm"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types"),

@@ -50,7 +50,7 @@ def test_first_and_last_layers_and_kept_names():
 
 
 def test_uncovered_parameter_is_an_error():
-    for name in ("model.extra.weight", "model.layers.0.q_proj.bias", "model.layers.0.mlp.conv.weight"):
+    for name in ("model.extra.weight", "model.layers.0.conv.bias", "model.layers.0.mlp.conv.weight"):
         with pytest.raises(PrecisionPlanError, match="no precision rule"):
             decide(name, PlanRules(Format.FP8_BLOCK), layers=4)
 

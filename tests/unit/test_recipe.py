@@ -235,6 +235,8 @@ def violated(*overrides: str) -> dict[tuple[str, ...], str]:
         (["rollout.top_k=0"], "rollout.top_k"),
         (["device=cuda"], "device"),
         (["model.path=/a", "model.gguf=/b"], "model.gguf"),
+        (["model.path=/a", "model.hub=a/b", "warm_start.steps=0"], "model.hub"),
+        (["model.hub=a/b"], "warm_start.steps"),
         (["model.path=/a"], "warm_start.steps"),
         (["model.gguf=/b"], "warm_start.steps"),
         (["task.chat=true"], "task.chat"),
