@@ -75,7 +75,7 @@ def describe_model(recipe: Recipe) -> dict[str, Any]:
 
 
 def pinned(recipe: Recipe) -> Recipe:
-    """`recipe` with the commit of its hub model in its name, so that a run that is resumed has the same.
+    """`recipe` with the commit of its hub model in its name: a run that is resumed has the same.
 
     Raises RecipeError as `model_folder`.
     """

@@ -400,7 +400,7 @@ def test_rejection_rules_are_written_as_a_list_and_read_back(tmp_path):
 
 def test_two_models_are_refused_before_either_is_looked_for():
     overrides = ["model.path=/nowhere", "model.gguf=/nowhere.gguf", "warm_start.steps=0"]
-    with pytest.raises(RecipeError, match=r"model\.path, model\.gguf: they name two models"):
+    with pytest.raises(RecipeError, match=r"model\.path, model\.gguf: they name 2 models"):
         require_runnable(load_recipe(TINY / "bf16.yaml", overrides).recipe)
 
 
