@@ -19,6 +19,8 @@ from rich.table import Table
 
 from flows.environment import embedded_home, set_environment, stop_leftover_servers
 from fp8rl import progress
+from fp8rl.checkpoints import CheckpointError
+from fp8rl.export import ExportError, ExportFormat
 from fp8rl.identity import IdentityError
 from fp8rl.journal import JournalError
 from fp8rl.lock import LockedError
@@ -49,7 +51,7 @@ Overrides = Annotated[
 
 _FOR_THE_USER = (
     *(RecipeError, RewindError, RunExistsError, NoRunError, UnsupportedModelError),
-    *(LockedError, JournalError, IdentityError, TrackingError),
+    *(LockedError, JournalError, IdentityError, TrackingError, ExportError, CheckpointError),
 )
 
 
@@ -190,6 +192,47 @@ def clean(
 
     with _user_errors():
         free(runs_dir.resolve(), names or [], yes=yes, console=console)
+
+
+@app.command()
+def samples(
+    name: RunName,
+    step: Annotated[
+        int | None, typer.Option(help="The iteration whose evaluation to show; the last one's")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="How many of the best, and of the worst")] = 3,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Show a run's answers to its validation prompts: the best and the worst of an evaluation."""
+    from flows.cli_runs import show_samples
+
+    with _user_errors():
+        show_samples(Run.find(runs_dir.resolve(), name), step, count, console)
+
+
+@app.command()
+def export(
+    name: RunName,
+    step: Annotated[
+        int | None, typer.Option(help="The iteration whose weights to take; the newest checkpoint's")
+    ] = None,
+    fmt: Annotated[
+        ExportFormat, typer.Option("--format", help="bf16, or fp8 with 128x128 blocks")
+    ] = ExportFormat.BF16,
+    out: Annotated[
+        Path | None, typer.Option(help="The folder to make; runs/<run>/export/... by default")
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Write a run's weights as a Hugging Face checkpoint, with tokenizer and chat template."""
+    from fp8rl.export import export as write
+
+    with _user_errors(), console.status("writing the checkpoint"):
+        done = write(Run.find(runs_dir.resolve(), name), fmt, version=step, out=out)
+    text = f"weights after iteration {done.version} of run {name}, {fmt}: {done.folder}"
+    console.print(text, soft_wrap=True, highlight=False)
+    for note in done.notes:
+        console.print(f"note: {note}", style="yellow", soft_wrap=True, highlight=False)
 
 
 @app.command()

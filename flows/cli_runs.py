@@ -4,10 +4,12 @@ reap.
 
 import asyncio
 import time
+from collections import Counter
 from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from flows.opening import identity
@@ -24,6 +26,7 @@ from fp8rl.recipe.rules import RecipeError
 from fp8rl.recipe.schema import Recipe
 from fp8rl.rewind import parse_step, rewind
 from fp8rl.runs import Run, all_runs
+from fp8rl.samples import best_and_worst, evaluated, evaluation_table
 from fp8rl.verification import verify_run
 
 
@@ -127,6 +130,31 @@ def verify(run: Run, console: Console) -> bool:
     what = f"{len(verdict.faults)} faults" if verdict.faults else "whole"
     console.print(f"run {run.name}: {what} (checked {checked}, {seconds:.1f} s)", highlight=False)
     return not verdict.faults
+
+
+def show_samples(run: Run, step: int | None, count: int, console: Console) -> None:
+    """Prints the best and the worst answers of an evaluation; step: of which, None: the last one.
+
+    Raises JournalError where there is none.
+    """
+    numbers = evaluated(run.journal)
+    if step is None and not numbers:
+        raise JournalError(f"run {run.name} was not evaluated yet")
+    number = numbers[-1] if step is None else step
+    table = evaluation_table(run.journal, number)
+    best, worst = best_and_worst(table, count)
+    for title, rows in (("best", best), ("worst", worst)):
+        shown = Table(title=f"run {run.name}, iteration {number}: the {title}", title_justify="left")
+        headings = ("reward", "status", "kind", "prompt", "completion", "answer")
+        for heading in headings:
+            shown.add_column(heading, overflow="fold")
+        for row in rows:
+            cells = (table[heading][row] for heading in headings)
+            shown.add_row(*(f"{c:g}" if isinstance(c, float) else escape(str(c)) for c in cells))
+        console.print(shown)
+    counts = Counter(table["status"])
+    text = ", ".join(f"{status} {counts[status]}" for status in sorted(counts))
+    console.print(f"{len(table['status'])} answers: {text}", highlight=False)
 
 
 def clean(runs: Path, names: list[str], *, yes: bool, console: Console) -> None:

@@ -11,6 +11,7 @@ from prefect.runtime import flow_run
 from fp8rl import guard, progress
 from fp8rl.context import RunContext
 from fp8rl.recipe.guard import Action
+from fp8rl.samples import evaluation_table
 from fp8rl.tracking import Tracker
 from fp8rl.worst_samples import plot_worst, read_worst, worst_table
 
@@ -62,6 +63,13 @@ def _emit(context: RunContext, number: int, firing: dict[str, Any]) -> None:
         payload={"iteration": number, **firing},
         id=uuid.uuid5(uuid.UUID(run_id), f"{number} {firing['rule']}"),
     )
+
+
+def show_evaluation(context: RunContext, tracker: Tracker, number: int) -> None:
+    """Has MLflow show the answers of iteration `number`, where it was evaluated."""
+    if context.journal.is_committed(number, "evaluate"):
+        table = evaluation_table(context.journal, number)
+        tracker.put_table(f"evaluation/{number:05d}.json", table)
 
 
 def show_worst(context: RunContext, tracker: Tracker, number: int) -> None:

@@ -20,7 +20,7 @@ from prefect.states import Cancelled
 
 from flows.automations import mark_crashed
 from flows.environment import set_quiet
-from flows.guarding import show_guard, show_worst
+from flows.guarding import show_evaluation, show_guard, show_worst
 from flows.hooks import put_right_after
 from flows.iteration import first_weights, iteration
 from flows.opening import Opened, open_run
@@ -161,6 +161,7 @@ async def _train(
         _show_kv(context, tracker, number)
         await show_guard(context, tracker, number, _key(context.run, "guard"))
         show_worst(context, tracker, number)
+        show_evaluation(context, tracker, number)
         _emit(context, number)
         await finish_checkpoint(context, block=False)
         await aupdate_progress_artifact(bar, progress=100.0 * number / recipe.iterations)

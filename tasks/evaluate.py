@@ -5,6 +5,7 @@ from typing import Any
 
 from fp8rl.context import RunContext
 from fp8rl.tables import to_parquet
+from fp8rl.validation import accuracy_metrics
 from tasks.ensure import ensure_engine
 from tasks.inputs import prompts_digest, weights_inputs
 from tasks.ray_runtime import wait
@@ -18,19 +19,18 @@ def _inputs(context: RunContext, iteration: int) -> dict[str, Any]:
 
 @step("evaluate", _inputs)
 async def evaluate(context: RunContext, iteration: int) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Writes evaluation.parquet. Accuracy is the share of answers that are right (reward 1)."""
+    """Writes evaluation.parquet. Accuracy is the share of answers that are right (reward 1), with a 95%
+    interval over prompts, and pass@k beside it."""
     engine = await ensure_engine(context, iteration)
     columns = await wait(engine.evaluate.remote(iteration))
     scores = await score(context.recipe.task, columns["text"], columns["entry"])
-    by_kind = {
-        kind: statistics.fmean(
-            status == "ok"
-            for status, k in zip(scores["status"], columns["kind"], strict=True)
-            if k == kind
-        )
-        for kind in ("sampled", "greedy")
-    }
-    metrics = {"val/accuracy": by_kind["sampled"], "val/greedy_accuracy": by_kind["greedy"]}
+    rows = list(zip(columns["kind"], columns["prompt_id"], scores["status"], strict=True))
+    sampled = [(prompt, status == "ok") for kind, prompt, status in rows if kind == "sampled"]
+    found = accuracy_metrics([prompt for prompt, _ in sampled], [right for _, right in sampled])
+    metrics = {f"val/{name}": value for name, value in found.items()}
+    metrics["val/greedy_accuracy"] = statistics.fmean(
+        status == "ok" for kind, _, status in rows if kind == "greedy"
+    )
     metrics |= {f"val/{name}": share for name, share in status_shares(scores["status"]).items()}
     return {"evaluation.parquet": to_parquet(columns | scores)}, {
         "metrics": metrics,
