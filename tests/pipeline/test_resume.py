@@ -99,8 +99,9 @@ def test_a_fork_starts_from_its_parents_checkpoint_with_another_recipe(runs_dir,
 
     parent = straight
     version = checkpoints.listing(parent.folder)[-1]
+    kl = ["learner.kl.use=loss", "learner.kl.beta=0.01"]
     changed = with_overrides(
-        parent.recipe, ["learner.lr=3e-5", f"iterations={version + 1}", "name=forked"]
+        parent.recipe, ["learner.lr=3e-5", *kl, f"iterations={version + 1}", "name=forked"]
     )
     run, lock = fork(parent, "forked", changed, identity(changed))
     lock.release()
@@ -111,7 +112,10 @@ def test_a_fork_starts_from_its_parents_checkpoint_with_another_recipe(runs_dir,
     # It began with the parent's weights, and went its own way.
     mine, theirs = (r.journal.record(version, "requantize").output for r in (run, parent))
     assert mine == theirs
-    assert run.journal.record(version + 1, "train").metrics["train/lr"] == pytest.approx(3e-5)
+    trained = run.journal.record(version + 1, "train").metrics
+    assert trained["train/lr"] == pytest.approx(3e-5)
+    # The reference policy is the one that the parent began with, not the checkpoint.
+    assert trained["train/reference_kl"] > 0
     assert point_faults(run) == ([], [])
     tags = MlflowClient(tracking_uri(changed)).get_run(summary["mlflow_run"]).data.tags
     assert tags["fp8rl.parent"] == f"{parent.name}@{version}"

@@ -118,7 +118,8 @@ def test_gradient_in_expectation_over_another_policys_samples_is_that_of_the_kl(
     batch = make_batch([[0]] * len(answers), answers, logprobs)
     keys = {"kl": {"use": "loss", "beta": 1.0}, "updates": updates, **learner_keys}
     learner = learner_for(learner=keys, correction=correction)
-    _, step = train(learner, batch, torch.zeros(len(answers)))
+    metrics, step = train(learner, batch, torch.zeros(len(answers)))
+    assert metrics["train/kl_loss"] == pytest.approx(metrics["train/loss"])  # nothing else is in it
     torch.manual_seed(0)
     row = Policy().table.detach()[0].double().numpy()
     torch.manual_seed(1)
