@@ -165,7 +165,12 @@ class _Draw:
             if count != 0:
                 found += self._take(split, stock, stream, count)
         if not found:
-            raise RecipeError(f"task.{split}_prompts: no prompt is left. {_told(stocks)}")
+            names = ", ".join(stock.named.title for stock in stocks)
+            other = "" if split == "val" else f"; {len(self.val_questions)} are validation prompts"
+            raise RecipeError(
+                f"task.{split}_prompts: no prompt of {names} is left. Left out: {_told(stocks)}{other}. "
+                "Name more data, or ask for fewer validation prompts"
+            )
         return found
 
     def _take(self, split: str, stock: _Stock, stream: Stream, count: int | None) -> list[Row]:

@@ -89,9 +89,9 @@ def read_hub(
         told = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if is_offline():
             raise RecipeError(
-                f"{key}.hub: {what} is not in the cache of this machine, and HF_HUB_OFFLINE is set: "
-                f"{told}. Load it once without HF_HUB_OFFLINE, or name a local copy: path, with "
-                f"columns_of: {name}"
+                f"{key}.hub: {what} could not be loaded: {told}. HF_HUB_OFFLINE is set, so only the "
+                "cache of this machine was looked into. Load it once without HF_HUB_OFFLINE, or name a "
+                f"local copy: path, with columns_of: {name}"
             ) from None
         raise RecipeError(f"{key}.hub: {what} could not be loaded: {told}") from None
     table = table.select_columns(choose(table.column_names))
