@@ -168,8 +168,8 @@ class _Draw:
             names = ", ".join(stock.named.title for stock in stocks)
             other = "" if split == "val" else f"; {len(self.val_questions)} are validation prompts"
             raise RecipeError(
-                f"task.{split}_prompts: no prompt of {names} is left. Left out: {_told(stocks)}{other}. "
-                "Name more data, or ask for fewer validation prompts"
+                f"task.{split}_prompts: no prompt of {names} is left. Left out: {_told(stocks)}"
+                f"{other}. Name more data, or ask for fewer validation prompts"
             )
         return found
 

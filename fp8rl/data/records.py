@@ -66,7 +66,7 @@ def read_file(path: Path, key: str, choose: Choose) -> Rows:
         if error.errno is None:  # pyarrow's, of a damaged file
             raise _damaged(path, key, error) from None
         raise RecipeError(f"{key}: {path} is not readable: {error.strerror}") from None
-    except _arrow_errors() as error:
+    except _table_errors() as error:
         raise _damaged(path, key, error) from None
 
 
@@ -113,10 +113,11 @@ def _damaged(path: Path, key: str, error: Exception) -> RecipeError:
     )
 
 
-def _arrow_errors() -> tuple[type[Exception], ...]:
+def _table_errors() -> tuple[type[Exception], ...]:
+    """What pyarrow raises of a damaged file."""
     import pyarrow as pa
 
-    return (pa.ArrowException,)
+    return (pa.ArrowException, ValueError, OverflowError)
 
 
 def _begins_array(path: Path) -> bool:
@@ -212,8 +213,6 @@ def _arrow(path: Path, choose: Choose) -> Iterator[Any]:
 
 
 def _batches(tables: Iterable[Any], where: str) -> Rows:
-    import pyarrow as pa
-
     number = 0
     for table in tables:
         for start in range(0, table.num_rows, _BATCH):
@@ -221,7 +220,7 @@ def _batches(tables: Iterable[Any], where: str) -> Rows:
             try:
                 part.validate(full=True)  # offsets and UTF-8: damage must not crash the reader
                 rows = part.to_pylist()
-            except (pa.ArrowException, UnicodeDecodeError) as error:
+            except _table_errors() as error:
                 raise RecipeError(
                     f"{where}, rows {number + 1} to {number + part.num_rows}: {error}. Write the "
                     "file again"

@@ -12,12 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from flows.cli_runs import _other_files
+from flows.opening import open_run
 from fp8rl.data import records
 from fp8rl.data.columns import SHIPPED
+from fp8rl.data.cursor import train_prompts
 from fp8rl.data.draw import Length, draw_prompts, is_left_whole
 from fp8rl.data.fingerprint import left_out, read_digests, require_unchanged, source_digests
 from fp8rl.data.prepare import prepare_data, read_prompts
+from fp8rl.device import settled
 from fp8rl.files import file_sha256
+from fp8rl.journal import StepRecord
 from fp8rl.model.tiny import write_tiny_model
 from fp8rl.preflight import require_runnable
 from fp8rl.recipe.data import Columns, Source, TooLong, shares
@@ -25,6 +30,8 @@ from fp8rl.recipe.load import load_recipe, with_overrides
 from fp8rl.recipe.rules import RecipeError
 from fp8rl.recipe.schema import Extract, Recipe, Rollout, Task, TinyModel
 from fp8rl.reward.score import Status, score_all
+from tasks import prepare
+from tests.folders import held, make_run, replace_file
 
 
 def jsonl(path, rows):
@@ -663,6 +670,76 @@ def test_a_run_whose_prompts_are_there_needs_no_file(tmp_path):
     require_runnable(recipe, is_prepared=True)
 
 
+@pytest.fixture
+def prepared(tmp_path):
+    """(run, its source file): a run whose prompts were prepared of a file."""
+    path = jsonl(tmp_path / "own.jsonl", sums(40))
+    given = (f"task.sources=[{{path: {path}}}]", "task.train_prompts=null", "warm_start.steps=0")
+    bf16 = ("precision.rollout=bf16", "precision.kv_cache=bf16", "task.val_prompts=4")
+    run = make_run(tmp_path / "runs", until=(0, "prepare_data"), saved=(), overrides=(*given, *bf16))
+    record = run.journal.record(0, "prepare_data")
+    inputs = {**record.inputs, "files": source_digests(run.recipe.task)}
+    files = tuple(run.folder / name for name in record.files)
+    with held(run):
+        output = {"train": {"prompts": 36}}
+        run.journal.commit(StepRecord("prepare_data", 0, 0.1, inputs=inputs, output=output), {}, files)
+    return run, path
+
+
+def _about_files(found):
+    """Notes but that on the machine, which is another than the folder says."""
+    return [note for note in found.notes if not note.startswith("since the last attempt")]
+
+
+def opened(run):
+    found = open_run(run.recipe, run.name, "flow-2")
+    found.lock.release()
+    return found
+
+
+def test_a_resume_names_a_changed_file_before_anything_runs(prepared):
+    run, path = prepared
+    assert not _about_files(opened(run))
+    content = path.read_bytes()
+    jsonl(path, sums(41))
+    with pytest.raises(RecipeError, match=rf"(?s){path} was changed.*--fork NEW_NAME"):
+        opened(run)
+    path.write_bytes(content)
+    assert not _about_files(opened(run))
+
+
+def test_a_resume_does_without_a_file_that_is_gone(prepared):
+    run, path = prepared
+    context = opened(run).context()
+    before = prepare._files(context, 0)
+    assert before == {"files": {str(path): file_sha256(path)}}
+    assert run.journal.record(0, "prepare_data").inputs["files"] == before["files"]
+    path.unlink()
+    assert "is gone; the run goes on" in opened(run).notes[0]
+    assert prepare._files(context, 0) == before
+    assert train_prompts(context) == 36
+    # A run whose prompts are damaged prepares them again, and then needs it.
+    replace_file(run.folder / "data" / "train.parquet", b"")
+    with pytest.raises(RecipeError, match="there is no file or folder"):
+        opened(run)
+
+
+def test_a_fork_is_told_of_a_changed_file(prepared):
+    run, path = prepared
+    assert _other_files(run, run.recipe) == []
+    jsonl(path, sums(41))
+    assert _other_files(run, run.recipe) == [str(path)]
+
+
+def test_paths_are_whole_once_a_run_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    task = Task(sources=({"path": "a.jsonl"}, {"hub": "b/c"}), val={"sources": ({"path": "/v"},)})
+    recipe = settled(Recipe(task=task))
+    assert [s.path for s in recipe.task.sources] == [str(tmp_path / "a.jsonl"), None]
+    assert recipe.task.val.sources[0].path == "/v"
+    assert settled(Recipe()).task == Recipe().task
+
+
 # --- the recipe
 
 
@@ -759,6 +836,25 @@ def test_a_bad_generator_among_sources_is_named_by_its_key():
     recipe = runnable(Source(name="chain_sum", options={"digit": 1}), train=100)
     with pytest.raises(RecipeError, match=r"task.sources\[0\].options: chain_sum has no option digit"):
         require_runnable(recipe)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "val"), [("own-data", [32], [8]), ("mixture", [60, 40, 20, 0], [0, 0, 0, 32])]
+)
+def test_example_recipes_draw_their_prompts(monkeypatch, name, train, val):
+    monkeypatch.chdir(ROOT)
+    recipe = load_recipe(ROOT / "configs" / "examples" / f"{name}.yaml").recipe
+    prompts = draw_prompts(recipe.task, recipe.seed)
+    assert [report["train"] for report in prompts.sources] == train
+    assert [report["val"] for report in prompts.sources] == val
+    rows = [*prompts.train, *prompts.val]
+    verdicts = score_all(
+        recipe.task, [f"It is {r['answer']}." for r in rows], [r["entry"] for r in rows]
+    )
+    assert {verdict.status for verdict in verdicts} == {Status.OK}
 
 
 # --- fuzz: rows whose counts add up, or an error that names the file
