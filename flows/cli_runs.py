@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from flows.opening import identity
+from fp8rl.data.fingerprint import source_digests
 from fp8rl.device import settled
 from fp8rl.disk import Removable, removable, remove, size_of
 from fp8rl.fork import fork, number_changes, require_resumable
@@ -90,7 +91,11 @@ def _fork(
     require_runnable(recipe)
     run, lock = fork(parent, name, recipe, identity(recipe), at)
     lock.release()
-    if {"seed", "rollout.prompts", "task.train_prompts"} & number_changes(parent.recipe, recipe).keys():
+    if other := _other_files(parent, recipe):
+        text = f"{', '.join(other)}: not what run {parent.name} had; the prompts are others"
+        console.print(f"warning: {text}", style="yellow", highlight=False, soft_wrap=True)
+    order = {"seed", "rollout.prompts", "task.train_prompts", "task.sources"}
+    if order & number_changes(parent.recipe, recipe).keys():
         text = "the order of prompts is another: some are seen again in this epoch, others not"
         console.print(f"warning: {text}", style="yellow", highlight=False)
     console.print(
@@ -98,6 +103,16 @@ def _fork(
         highlight=False,
     )
     return recipe, name
+
+
+def _other_files(parent: Run, recipe: Recipe) -> list[str]:
+    """Local files of `recipe` that have another content than when the parent's prompts were made."""
+    try:
+        before = parent.journal.record(parent.origin, "prepare_data").inputs.get("files", {})
+    except JournalError:  # it was not needed for a fork so far, and is not now
+        return []
+    now = source_digests(recipe.task)
+    return [path for path, digest in now.items() if before.get(path, digest) != digest]
 
 
 def list_runs(runs: Path, console: Console) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fp8rl import machine
 from fp8rl.context import RunContext
+from fp8rl.data.fingerprint import require_unchanged
 from fp8rl.device import compute_environment, resolve, settled
 from fp8rl.lock import LockedError, Owner, RunLock
 from fp8rl.model.source import describe_model, model_folder, pinned
@@ -105,7 +106,11 @@ def open_run(recipe: Recipe, resume: str | None, flow_run_id: str) -> Opened:
     try:
         if found is not None:
             recipe = run.recipe
-            require_runnable(recipe)
+            # What is damaged is prepared again.
+            is_prepared = run.journal.fault(run.origin, "prepare_data") is None
+            require_runnable(recipe, is_prepared=is_prepared)
+            if is_prepared:
+                notes += _sources(run)
             notes += _differences(run)
         position, damage = settle(run)
         killed = [str(a.get("prefect_flow_run")) for a in run.end_killed_attempts()]
@@ -116,6 +121,12 @@ def open_run(recipe: Recipe, resume: str | None, flow_run_id: str) -> Opened:
     notes += damage
     killed = [one for one in killed if one != flow_run_id]  # a retry is the same flow run
     return Opened(run, lock, attempt, recipe, position, notes, found is not None, flow_run_id, killed)
+
+
+def _sources(run: Run) -> list[str]:
+    """Notes on local files that the run's prompts come from; raises RecipeError where one changed."""
+    recorded = run.journal.record(run.origin, "prepare_data").inputs.get("files", {})
+    return require_unchanged(run.recipe.task, recorded, run.name)
 
 
 def _lock(run: Run, *, patient: bool) -> RunLock:

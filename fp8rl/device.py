@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from fp8rl.machine import AMX_FLAGS, cpu_flags
+from fp8rl.recipe.data import with_absolute_paths
 from fp8rl.recipe.rules import CUDA_NOT_BUILT, RecipeError
 from fp8rl.recipe.schema import Device, Fp8Backend, Linear, Precision, Recipe
 
@@ -114,12 +115,13 @@ def _cpu_fp8_backend(precision: Precision) -> str:
 
 def settled(recipe: Recipe) -> Recipe:
     """`recipe` with what is left to the machine answered: the backend of FP8 products and the number
-    of threads. Every process of a run uses the same, also where it is resumed on another machine,
-    since the bits depend on both.
+    of threads, since the bits depend on both; and the paths of data made whole. Every process of a run
+    uses the same, also where it is resumed on another machine.
     """
     backends = resolve(recipe)
     precision = recipe.precision.model_copy(update={"backend": Fp8Backend(backends.fp8_backend)})
-    return recipe.model_copy(update={"precision": precision, "threads": backends.threads})
+    task = with_absolute_paths(recipe.task)
+    return recipe.model_copy(update={"precision": precision, "threads": backends.threads, "task": task})
 
 
 def compute_environment(recipe: Recipe) -> dict[str, str]:

@@ -1,6 +1,8 @@
 """Everything about a recipe that can be known before an engine starts."""
 
 from fp8rl.data.chat import require_chat_template
+from fp8rl.data.fingerprint import all_sources
+from fp8rl.data.pool import require_readable
 from fp8rl.data.tasks import make_generator, require_scorable
 from fp8rl.device import resolve
 from fp8rl.model.source import model_dims, model_folder
@@ -8,12 +10,21 @@ from fp8rl.recipe.rules import learner_fp8, require_one_model, require_valid, ro
 from fp8rl.recipe.schema import Linear, Recipe
 
 
-def require_runnable(recipe: Recipe) -> None:
-    """Raises RecipeError (or UnsupportedModelError) where `recipe` cannot run on this machine."""
+def require_runnable(recipe: Recipe, *, is_prepared: bool = False) -> None:
+    """Raises RecipeError (or UnsupportedModelError) where `recipe` cannot run on this machine.
+
+    is_prepared: its prompts are there already, so that their sources need not be. Without it the first
+    row of each local file is read; hub data sets are not looked for.
+    """
     require_one_model(recipe)
     require_valid(recipe, model_dims(recipe))
     resolve(recipe)
-    require_scorable(recipe.task, make_generator(recipe.task, seed=recipe.seed, size=1))
+    for one in all_sources(recipe.task):
+        if one.source.is_generator:
+            generator = make_generator(one.source, seed=recipe.seed, size=1, key=one.key)
+            require_scorable(recipe.task, generator, one.source.name, one.key)
+        elif not is_prepared:
+            require_readable(one.source, one.key)
     folder = model_folder(recipe)
     if folder is not None:
         require_chat_template(recipe.task, folder)

@@ -11,9 +11,11 @@ from prefect.logging import get_run_logger
 
 from fp8rl import checkpoints, progress
 from fp8rl.context import RunContext
+from fp8rl.data.fingerprint import all_sources, left_out, read_digests, source_digests
 from fp8rl.device import compute_environment
 from fp8rl.files import copy_atomic, file_sha256, fsync_file, sha256
 from fp8rl.journal import MODEL_FILE
+from fp8rl.recipe.rules import RecipeError
 from tasks.ensure import engine_context, engine_for, ensure_learner
 from tasks.ray_runtime import engine_actor, is_new, learner_actor, wait
 from tasks.step import step
@@ -32,22 +34,49 @@ def _prepare_data(context: RunContext) -> dict[str, Any]:
     return prepare_data(context.recipe, context.model_dir, context.data_dir)
 
 
+def _files(context: RunContext, iteration: int) -> dict[str, Any]:
+    """The digests of the local files that the prompts come from. Of prompts that are there already,
+    those of then: opening the run has compared them, and a file that is gone since is no loss.
+    """
+    journal = context.journal
+    if journal.is_committed(iteration, "prepare_data"):
+        files = journal.record(iteration, "prepare_data").inputs.get("files")
+    else:
+        files = source_digests(context.recipe.task)
+    return {"files": files} if files else {}
+
+
+def _environment(context: RunContext) -> dict[str, str]:
+    """As of every computing process, but that a hub data set may be asked for where the user's own
+    environment does not forbid it."""
+    environment = compute_environment(context.recipe)
+    if any(one.source.hub is not None for one in all_sources(context.recipe.task)):
+        environment["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", "0")
+    return environment
+
+
 def _no_inputs(context: RunContext, iteration: int) -> dict[str, Any]:
     return {}
 
 
-@step("prepare_data", _no_inputs)
+@step("prepare_data", _files)
 async def prepare_data(context: RunContext, iteration: int) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Writes the tiny model's config and tokenizer, and the run's train and validation prompts.
 
-    Its output: the prompts' sizes and fingerprints.
+    Its output: the prompts' sizes and fingerprints, and what each source gave and lost.
     """
     import ray
 
     progress.emit(progress.Event("phase", "prompts"))
-    environment = {"env_vars": compute_environment(context.recipe)}
+    before = _files(context, iteration).get("files", {})
+    environment = {"env_vars": _environment(context)}
     remote = ray.remote(_prepare_data).options(num_cpus=1, max_retries=0, runtime_env=environment)
     about: dict[str, Any] = await wait(remote.remote(context))
+    if changed := [path for path, digest in read_digests(about).items() if before[path] != digest]:
+        raise RecipeError(f"task.sources: {', '.join(changed)} changed while it was read; try again")
+    for line in left_out(about):
+        get_run_logger().warning(line)
+        progress.emit(progress.Event("note", line))
     written = sorted(context.data_dir.glob("*.parquet"))
     if context.recipe.model.is_tiny:  # its config and tokenizer; the weights are the warm start's
         written += sorted(p for p in context.model_dir.iterdir() if p.name != MODEL_FILE)

@@ -35,7 +35,8 @@ async def score(task: Task, texts: list[str], entries: list[str]) -> dict[str, l
             ray.cancel(ref, force=True)
         raise
     if all(row[1] == "error" for row in rows):
-        raise RuntimeError(f"the verifier of {task.name} failed on every sample; first: {rows[0][2]}")
+        what = task.name or "task.sources"
+        raise RuntimeError(f"the verifier of {what} failed on every sample; first: {rows[0][2]}")
     return {
         "reward": [row[0] for row in rows],
         "status": [row[1] for row in rows],

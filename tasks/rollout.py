@@ -10,7 +10,7 @@ from typing import Any
 
 from fp8rl import faults, progress
 from fp8rl.context import RunContext
-from fp8rl.data.cursor import cursor_inputs, draws_allowed, first_batch
+from fp8rl.data.cursor import cursor_inputs, draws_allowed, first_batch, train_prompts
 from fp8rl.journal import JournalError, StepRecord
 from fp8rl.recipe.guard import Action
 from fp8rl.recipe.schema import Linear
@@ -104,7 +104,7 @@ async def _draw_until_enough(context: RunContext, iteration: int) -> _Drawn:
     """
     recipe, first, drawn = context.recipe, first_batch(context, iteration), _Drawn()
     inputs = {"recipe": recipe.step_digest(), **_inputs(context, iteration)}
-    budget = draws_allowed(recipe, first)
+    budget = draws_allowed(recipe, first, train_prompts(context))
     while True:
         columns, records = await _draw(context, iteration, first, len(drawn.columns), inputs)
         drawn.columns.append(columns)

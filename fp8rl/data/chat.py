@@ -27,12 +27,16 @@ def require_chat_template(task: Task, folder: Path) -> None:
         raise RecipeError(_NO_TEMPLATE.format(folder))
 
 
-def question_tokens(tokenizer: Any, task: Task, question: str) -> list[int]:
-    """The prompt that asks `question`.
+def question_tokens(tokenizer: Any, task: Task, question: str, system: str | None = None) -> list[int]:
+    """The prompt that asks `question`. system: its own system turn, instead of task.system.
 
     Raises RecipeError where `task` asks for chat and the tokenizer has no chat template, or its
     template refuses the turns.
     """
+    if system is not None and not task.chat:
+        raise RecipeError(
+            "task.chat: the data have system turns, which need a chat. Set task.chat=true"
+        )
     if not task.chat:
         tokens: list[int] = tokenizer(question).input_ids
         return tokens
@@ -41,8 +45,9 @@ def question_tokens(tokenizer: Any, task: Task, question: str) -> list[int]:
     from jinja2 import TemplateError
 
     turns = [{"role": "user", "content": question}]
-    if task.system is not None:
-        turns.insert(0, {"role": "system", "content": task.system})
+    system = task.system if system is None else system
+    if system is not None:
+        turns.insert(0, {"role": "system", "content": system})
     try:
         tokens = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     except TemplateError as error:

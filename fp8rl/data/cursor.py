@@ -35,11 +35,20 @@ def cursor_inputs(context: RunContext, iteration: int) -> dict[str, Any]:
     return {"first_batch": first}
 
 
-def draws_allowed(recipe: Recipe, first: int) -> int:
-    """How many batches an iteration may draw that begins with batch `first`.
+def train_prompts(context: RunContext) -> int:
+    """How many train prompts the run has; raises JournalError where only a record that is missing or
+    damaged would say so."""
+    asked = context.recipe.task.train_prompts
+    if asked is not None:
+        return asked
+    return int(context.journal.record(context.origin, "prepare_data").output["train"]["prompts"])
+
+
+def draws_allowed(recipe: Recipe, first: int, total: int) -> int:
+    """How many batches an iteration may draw that begins with batch `first`, of `total` prompts.
 
     It ends with the epoch: the next one has every prompt again, and one that is drawn twice in an
     iteration would be sampled with the same seeds.
     """
-    per_epoch = recipe.task.train_prompts // recipe.rollout.prompts
+    per_epoch = total // recipe.rollout.prompts
     return min(recipe.rollout.max_draws, per_epoch - first % per_epoch)

@@ -19,6 +19,8 @@ from fp8rl.recipe.schema import Recipe
 
 # The task's own options replace those of a base, so that another task starts clean.
 _REPLACED = "task.options"
+# The task is said in one of two ways; a file that says it in one drops the other's of its base.
+_INSTEAD = {"sources": ("name", "options"), "name": ("sources",)}
 # What the runs folder holds besides runs.
 _RESERVED = ("demo", "mlartifacts", "mlflow.db", "numerics")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -147,6 +149,11 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str,
 def _merge(
     base: dict[str, Any], new: dict[str, Any], origins: dict[str, str], origin: str, prefix: str
 ) -> None:
+    for key, others in _INSTEAD.items() if prefix == "task." else ():
+        for other in others:
+            if new.get(key) and other not in new:
+                base.pop(other, None)
+                origins.pop(f"{prefix}{other}", None)
     for key, value in new.items():
         dotted = f"{prefix}{key}"
         if isinstance(value, dict) and dotted != _REPLACED:

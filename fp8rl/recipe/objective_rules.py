@@ -38,7 +38,7 @@ def objective_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _dynamic_sampling(recipe: Recipe) -> Iterator[Problem]:
     rollout, total = recipe.rollout, recipe.task.train_prompts
-    per_epoch = total // rollout.prompts
+    per_epoch = rollout.max_draws if total is None else total // rollout.prompts
     if rollout.max_draws > max(per_epoch, 1):  # fewer prompts than one draw has are refused besides
         yield (
             ("rollout.max_draws", "rollout.prompts", "task.train_prompts"),

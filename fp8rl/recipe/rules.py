@@ -7,6 +7,7 @@ from fp8rl.model import transformer_engine
 from fp8rl.model.dims import ModelDims
 from fp8rl.model.precision import Format, PlanRules, PrecisionPlanError, make_plan
 from fp8rl.numerics.formats import Fp8Recipe, ScaleRule, Scaling, fp8_recipe
+from fp8rl.recipe.data_rules import data_problems
 from fp8rl.recipe.guard import guard_problems
 from fp8rl.recipe.objective_rules import compares_logprobs, objective_problems, objective_warnings
 from fp8rl.recipe.schema import (
@@ -136,6 +137,7 @@ def check(recipe: Recipe, dims: ModelDims) -> list[Violation]:
     return [
         *device,
         *_model(recipe),
+        *(Violation(keys, message) for keys, message in data_problems(recipe)),
         *_sampling(recipe),
         *(Violation(keys, message) for keys, message in objective_problems(recipe)),
         *(Violation(keys, message) for keys, message in _guard(recipe)),
@@ -216,7 +218,8 @@ def _sampling(recipe: Recipe) -> Iterator[Violation]:
             ("learner.updates", "rollout.prompts", "rollout.samples"),
             f"{batch} samples do not divide into {recipe.learner.updates} updates",
         )
-    if rollout.prompts > recipe.task.train_prompts:
+    # With null only the data say how many there are, when they are prepared.
+    if recipe.task.train_prompts is not None and rollout.prompts > recipe.task.train_prompts:
         yield Violation(
             ("rollout.prompts", "task.train_prompts"),
             f"an iteration needs {rollout.prompts} different prompts; the task has "

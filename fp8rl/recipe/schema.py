@@ -7,11 +7,12 @@ stand here; rules that concern several stand in `rules.py`.
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fp8rl.files import values_digest
 from fp8rl.numerics.formats import Scaling
 from fp8rl.recipe.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from fp8rl.recipe.data import Source, TooLong, Val
 from fp8rl.recipe.guard import Guard
 from fp8rl.recipe.objective import Correction, Objective
 
@@ -120,10 +121,14 @@ class WarmStart(Section):
 
 
 class Task(Section):
-    name: str = "reverse_digits"
-    """A reasoning-gym dataset by name, or a generator of ours behind the same interface."""
+    name: str | None = None
+    """A reasoning-gym dataset by name, or a generator of ours behind the same interface. Empty without
+    sources: reverse_digits."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the generator, as its config class names them."""
+    sources: tuple[Source, ...] = ()
+    """Instead of name and options: generators, files and hub data sets, mixed by weight."""
+    val: Val = Val()
     chat: bool = False
     """Ask each question as a user's turn in the tokenizer's chat template. False: as it stands."""
     system: str | None = None
@@ -131,8 +136,19 @@ class Task(Section):
     extract: Extract = Extract.WHOLE
     """What of a completion is scored. last_number: "The answer is -1,234.5." counts as -1234.5, and a
     completion without a number as unparsable."""
-    train_prompts: PositiveInt = 4096
-    val_prompts: PositiveInt = 128
+    train_prompts: PositiveInt | None = 4096
+    """null: all that the sources have."""
+    val_prompts: PositiveInt | None = 128
+    """null: all that task.val holds."""
+    too_long: TooLong = TooLong.ERROR
+    """Prompts longer than rollout.max_prompt_tokens."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_a_task(cls, values: Any) -> Any:
+        if isinstance(values, dict) and not values.get("sources") and values.get("name") is None:
+            return values | {"name": "reverse_digits"}
+        return values
 
 
 class Scales(Section):

@@ -7,7 +7,8 @@ from enum import StrEnum
 from typing import Any
 
 from fp8rl.data.tasks import make_generator
-from fp8rl.recipe.schema import Task
+from fp8rl.recipe.data import train_sources, val_sources
+from fp8rl.recipe.schema import Extract, Task
 from fp8rl.reward.extract import extract
 
 
@@ -35,18 +36,38 @@ def score_all(task: Task, completions: list[str], entries: list[str]) -> list[Ve
     A scorer that raises gives status `error` with reward 0 and the reason, and is counted by the
     caller; it never stops the batch.
     """
-    scorer = make_generator(task, seed=0, size=1)
+    scorers = _scorers(task)
     return [
-        _score(scorer, extract(task.extract, text), json.loads(entry))
+        _score(scorers, extract(task.extract, text), json.loads(entry))
         for text, entry in zip(completions, entries, strict=True)
     ]
 
 
-def _score(scorer: Any, answer: str | None, entry: dict[str, Any]) -> Verdict:
+def _scorers(task: Task) -> dict[str | None, Any]:
+    """What scores the entries of each source, by their "source"."""
+    return {
+        one.label: make_generator(one.source, seed=0, size=1, key=one.key)
+        if one.source.is_generator
+        else _Exact(task.extract)
+        for one in [*train_sources(task), *val_sources(task)]
+    }
+
+
+@dataclass(frozen=True)
+class _Exact:
+    """For entries of files: 1 where the same is extracted from the reference answer."""
+
+    how: Extract
+
+    def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
+        return float(answer.strip() == (extract(self.how, entry["answer"]) or "").strip())
+
+
+def _score(scorers: dict[str | None, Any], answer: str | None, entry: dict[str, Any]) -> Verdict:
     if answer is None:
         return Verdict(0.0, Status.UNPARSABLE, "nothing to score in the completion")
     try:
-        reward = float(scorer.score_answer(answer, entry))
+        reward = float(scorers[entry.get("source")].score_answer(answer, entry))
     except Exception as error:
         return Verdict(0.0, Status.ERROR, f"{type(error).__name__}: {error}")
     return Verdict(reward, Status.OK if reward >= 1.0 else Status.WRONG)

@@ -116,9 +116,9 @@ PER_EPOCH = 5
 
 def test_an_iteration_ends_with_the_epoch():
     recipe = small_recipe(*DYNAMIC)
-    allowed = [draws_allowed(recipe, first) for first in range(2 * PER_EPOCH)]
+    allowed = [draws_allowed(recipe, first, 22) for first in range(2 * PER_EPOCH)]
     assert allowed == [3, 3, 3, 2, 1] * 2
-    assert draws_allowed(Recipe(), 127) == draws_allowed(Recipe(), 0) == 1
+    assert draws_allowed(Recipe(), 127, 4096) == draws_allowed(Recipe(), 0, 4096) == 1
 
 
 def test_without_dynamic_sampling_the_cursor_is_the_iteration_and_no_input(tmp_path):
