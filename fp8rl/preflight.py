@@ -6,6 +6,7 @@ from fp8rl.device import resolve
 from fp8rl.model.source import model_dims, model_folder
 from fp8rl.recipe.rules import learner_fp8, require_one_model, require_valid, rollout_fp8
 from fp8rl.recipe.schema import Linear, Recipe
+from fp8rl.reward.score import require_rewards
 
 
 def require_runnable(recipe: Recipe) -> None:
@@ -13,7 +14,9 @@ def require_runnable(recipe: Recipe) -> None:
     require_one_model(recipe)
     require_valid(recipe, model_dims(recipe))
     resolve(recipe)
-    require_scorable(recipe.task, make_generator(recipe.task, seed=recipe.seed, size=1))
+    generator = make_generator(recipe.task, seed=recipe.seed, size=1)
+    require_scorable(recipe.task, generator)
+    require_rewards(recipe.task, generator[0])
     folder = model_folder(recipe)
     if folder is not None:
         require_chat_template(recipe.task, folder)
