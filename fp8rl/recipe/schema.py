@@ -127,7 +127,7 @@ class Task(Section):
     val_prompts: PositiveInt = 128
     rewards: Annotated[tuple[AnyVerifier, ...], Field(min_length=1)] = DEFAULT_REWARDS
     """What a completion is worth: the weighted sum of these verifiers' rewards. The first one says
-    whether it is right. For example [{kind: math_verify}, {kind: length, max_chars: 900, weight: 0.1}]."""
+    whether it is right. For example [{kind: numeric}, {kind: length, max_chars: 900, weight: 0.1}]."""
     reward_path: tuple[str, ...] = ()
     """Folders of the modules that rewards of kind function may name."""
     reward_limits: RewardLimits = RewardLimits()

@@ -23,7 +23,7 @@ from fp8rl.reward.verifiers import as_reward, matches_format, math_verify
 
 HEADER = struct.Struct("<Q")
 # Seconds beyond its time limit after which a worker whose parent died ends by itself.
-_ALONE_S = 10.0
+_ALONE_S = 5.0
 
 # The verifier of one reward: a request's fields -> Verdict.
 _Scorer = Callable[[dict[str, Any]], Verdict]
