@@ -4,7 +4,6 @@ exact, numeric and length take time linear in the text and run where they are ca
 matches_format can take any time, holding the interpreter: they are for a worker process (workers.py).
 """
 
-import math
 import re
 from fractions import Fraction
 
@@ -13,6 +12,8 @@ from fp8rl.reward.verdict import Status, Verdict
 # Longer texts are no numbers anyone means, and their arithmetic could take for ever.
 _LONGEST_NUMBER = 500
 _LARGEST_EXPONENT = 500
+# Weighted and summed it stays finite, and its square does in FP32.
+_LARGEST_REWARD = 1e6
 _DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
 _NUMBER = re.compile(
     rf"(?P<sign>[-+\u2212]?)(?P<over>{_DECIMAL})"
@@ -116,11 +117,13 @@ def _has_math(answer: str) -> bool:
 
 
 def as_reward(value: object) -> Verdict:
-    """The verdict for what a function or a task's scorer returned: a finite number, from 1 on ok.
+    """The verdict for what a function or a task's scorer returned: a number of at most 1e6 in
+    magnitude, from 1 on ok.
 
-    error: anything else, with what it was.
+    error: NaN or a greater one. What float(value) raises, this raises.
     """
-    reward = float(value)  # type: ignore[arg-type]  # what it raises is the verdict of the caller
-    if not math.isfinite(reward):
-        return Verdict.without_score(Status.ERROR, f"the reward is {reward}, which is not finite")
+    reward = float(value)  # type: ignore[arg-type]
+    if not abs(reward) <= _LARGEST_REWARD:
+        detail = f"the reward is {reward}, which is not within {_LARGEST_REWARD:g} of 0"
+        return Verdict.without_score(Status.ERROR, detail)
     return Verdict.graded(reward)

@@ -162,12 +162,12 @@ def main() -> None:
     own = os.getpid()
     while (request := _read(requests)) is not None:
         _arm_alarm(request["timeout_s"] + _ALONE_S)
-        done = False
+        out_of_memory = False
         try:
             verdict = scorers[request["reward"]](request)
         except BaseException as error:  # SystemExit and a library's own time-outs too
             verdict = Verdict.of_failure(error)
-            done = isinstance(error, MemoryError)  # what it has half made may be held for good
+            out_of_memory = isinstance(error, MemoryError)  # a new process has all of it again
         if os.getpid() != own:
             os._exit(0)  # a verifier forked, and this is the child
         _arm_alarm(0)
@@ -177,10 +177,10 @@ def main() -> None:
                 "reward": verdict.reward,
                 "status": verdict.status,
                 "detail": verdict.detail,
-                "last": done,
+                "out_of_memory": out_of_memory,
             }
         )
-        if done:
+        if out_of_memory:
             break
     os._exit(0)  # threads that a verifier left do not keep it
 

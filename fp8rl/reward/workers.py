@@ -60,7 +60,8 @@ class Worker:
         self._timeout_s = task.reward_limits.timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
-        self._asked = 0
+        self._asked = 0  # requests so far, which tells whose an answer is
+        self._scored = 0  # by the process that runs
 
     def __enter__(self) -> "Worker":
         return self
@@ -77,31 +78,38 @@ class Worker:
         where that cannot be had.
         """
         with self._lock:
-            if self._process is None:
-                self._start()
-            self._asked += 1
-            request = {
-                **given,
-                "id": self._asked,
-                "reward": reward,
-                "timeout_s": self._timeout_s,
-            }
-            try:
-                answer = self._exchange(request, self._timeout_s)
-                verdict = _verdict(answer, self._asked)
-            except TimeoutError:
-                self._stop()
-                detail = f"no verdict after task.reward_limits.timeout_s={self._timeout_s:g}"
-                return Verdict.without_score(Status.TIMEOUT, detail)
-            except _EndedError as error:
-                how = self._stop()
-                return Verdict.without_score(Status.ERROR, str(error).replace("HOW", how))
-            except BaseException:  # an interrupt: the answer would come to the next request
-                self._stop()
-                raise
-            if answer.get("last"):
-                self._stop()
+            if self._process is not None and self._process.poll() is not None:
+                self._stop()  # of what an earlier verifier left behind
+            used = self._process is not None and self._scored > 0
+            verdict, out_of_memory = self._ask(reward, given)
+            if out_of_memory and used:  # a verdict does not depend on what was scored before it
+                verdict, _ = self._ask(reward, given)
             return verdict
+
+    def _ask(self, reward: int, given: Mapping[str, Any]) -> tuple[Verdict, bool]:
+        """The verdict, and whether it is that memory ran out."""
+        if self._process is None:
+            self._start()
+        self._asked += 1
+        self._scored += 1
+        request = {**given, "id": self._asked, "reward": reward, "timeout_s": self._timeout_s}
+        try:
+            answer = self._exchange(request, self._timeout_s)
+            verdict = _verdict(answer, self._asked)
+        except TimeoutError:
+            self._stop()
+            detail = f"no verdict after task.reward_limits.timeout_s={self._timeout_s:g}"
+            return Verdict.without_score(Status.TIMEOUT, detail), False
+        except _EndedError as error:
+            how = self._stop()
+            return Verdict.without_score(Status.ERROR, str(error).replace("HOW", how)), False
+        except BaseException:  # an interrupt: the answer would come to the next request
+            self._stop()
+            raise
+        out_of_memory = bool(answer.get("out_of_memory"))
+        if out_of_memory:
+            self._stop()
+        return verdict, out_of_memory
 
     def start(self) -> None:
         """Starts the process now. Raises WorkerStartError."""
@@ -146,6 +154,7 @@ class Worker:
         if "failed" in answer:
             self._stop()
             raise WorkerStartError(str(answer["failed"]))
+        self._scored = 0
 
     def _stop(self) -> str:
         """Kills the process and what it started; how it had ended, in words."""

@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 HOSTILE = """
 import os, signal, subprocess, sys, threading, time
 
+kept = []
+
 class Own(BaseException):
     pass
 
@@ -84,6 +86,12 @@ def score(question, completion, answer, entry):
         return 1.0
     if completion == "thread":
         threading.Thread(target=time.sleep, args=(1000,)).start()
+        return 1.0
+    if completion == "exit later":
+        threading.Timer(0.05, os._exit, (3,)).start()
+        return 1.0
+    if completion == "leak":
+        kept.append(bytearray(48 * 2**20))
         return 1.0
     if completion == "long error":
         raise ValueError("\\0\\ud800" + "y" * 10**6)
@@ -154,8 +162,8 @@ def math_and_format():
         ("StopIteration", Status.ERROR, "StopIteration: why"),
         ("Unsayable", Status.ERROR, "Unsayable"),
         ("long error", Status.ERROR, "ValueError: \\0\\ud800yyy"),
-        ("nan", Status.ERROR, "nan, which is not finite"),
-        ("inf", Status.ERROR, "inf, which is not finite"),
+        ("nan", Status.ERROR, "the reward is nan, which is not within 1e+06 of 0"),
+        ("inf", Status.ERROR, "the reward is inf"),
         ("none", Status.ERROR, "TypeError"),
         ("list", Status.ERROR, "TypeError"),
         ("text", Status.ERROR, "ValueError"),
@@ -186,6 +194,15 @@ def test_an_alarm_left_behind_does_not_reach_the_next(hostile):
     assert hostile.score(0, asked("alarm")).status is Status.OK
     assert hostile.score(0, asked("sleep")).status is Status.TIMEOUT
     assert hostile.score(0, asked("fine")).status is Status.OK
+
+
+def test_what_came_before_decides_no_verdict(hostile):
+    for _ in range(4):  # of which two fit
+        assert hostile.score(0, asked("leak")) == Verdict(1.0, Status.OK)
+    assert hostile.score(0, asked("memory")).status is Status.ERROR
+    assert hostile.score(0, asked("exit later")).status is Status.OK
+    hostile._process.wait(30)
+    assert hostile.score(0, asked("fine")) == Verdict(1.0, Status.OK)
 
 
 def test_what_a_verifier_started_is_killed_with_it(hostile, tmp_path):

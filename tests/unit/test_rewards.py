@@ -1,7 +1,10 @@
 """What each reward gives, how they add up, what is refused, and what a run records of them."""
 
+import asyncio
 import json
 import math
+import pickle
+import sys
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +32,7 @@ from fp8rl.reward.verifiers import (
     number,
     numeric,
 )
+from fp8rl.tables import from_parquet, to_parquet
 from tasks import evaluate, inputs, reward, rollout
 from tasks import step as steps
 from tests.folders import make_run
@@ -183,7 +187,7 @@ def test_rewards_are_finite_numbers():
     assert as_reward(True) == as_reward(1) == Verdict(1.0, OK)
     assert as_reward(3) == Verdict(3.0, OK)
     assert as_reward(-0.5) == Verdict(-0.5, WRONG)
-    for value in (math.nan, math.inf, -math.inf):
+    for value in (math.nan, math.inf, -math.inf, -1.1e6):
         assert as_reward(value).status is ERROR
         assert as_reward(value).reward == 0.0
 
@@ -517,6 +521,41 @@ def test_each_of_several_rewards_has_its_columns_and_metrics():
     assert metrics["reward/length_mean"] == -0.5
     assert metrics["reward/length_wrong"] == 0.5
     assert "reward/length_timeout" not in metrics
+
+
+def test_samples_are_spread_over_the_cpus_and_come_back_in_order(monkeypatch, tmp_path):
+    sizes = []
+
+    class Ray:
+        @staticmethod
+        def cluster_resources():
+            return {"CPU": 2.0}
+
+        @staticmethod
+        def remote(function):
+            def call(task, texts, entries, functions):
+                sizes.append(len(texts))
+                task, functions = pickle.loads(pickle.dumps((task, functions)))
+                return function(task, texts, entries, functions)
+
+            return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=call))
+
+    async def wait(value):
+        return value
+
+    monkeypatch.setitem(sys.modules, "ray", Ray)
+    monkeypatch.setattr(reward, "wait", wait)
+    (tmp_path / "mine.py").write_text(
+        "def score(question, completion, answer, entry):\n    return len(completion)\n"
+    )
+    rewards = [{"kind": "numeric"}, {"kind": "function", "function": "mine:score", "weight": 0.5}]
+    task = Task(rewards=rewards, reward_path=[str(tmp_path)])
+    columns = asyncio.run(reward.score(task, ["12", "x", "12.0", "", "13"], [ENTRY] * 5))
+    assert sizes == [3, 2]
+    assert columns["reward"] == [2.0, 0.5, 3.0, 0.0, 1.0]
+    assert columns["status"] == ["ok", "unparsable", "ok", "unparsable", "wrong"]
+    assert columns["reward_function"] == [2.0, 1.0, 4.0, 0.0, 2.0]
+    assert from_parquet(to_parquet(columns)) == columns
 
 
 def test_the_step_fails_where_the_first_verifier_fails_on_every_sample():
