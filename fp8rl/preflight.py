@@ -8,6 +8,7 @@ from fp8rl.device import resolve
 from fp8rl.model.source import model_dims, model_folder
 from fp8rl.recipe.rules import learner_fp8, require_one_model, require_valid, rollout_fp8
 from fp8rl.recipe.schema import Linear, Recipe
+from fp8rl.reward.score import require_rewards
 
 
 def require_runnable(recipe: Recipe, *, is_prepared: bool = False) -> None:
@@ -20,11 +21,14 @@ def require_runnable(recipe: Recipe, *, is_prepared: bool = False) -> None:
     require_valid(recipe, model_dims(recipe))
     resolve(recipe)
     for one in all_sources(recipe.task):
+        entry = None
         if one.source.is_generator:
             generator = make_generator(one.source, seed=recipe.seed, size=1, key=one.key)
             require_scorable(recipe.task, generator, one.source.name, one.key)
+            entry = generator[0] if one.label is None else {**generator[0], "source": one.label}
         elif not is_prepared:
             require_readable(one.source, one.key)
+        require_rewards(recipe.task, entry, one.title)
     folder = model_folder(recipe)
     if folder is not None:
         require_chat_template(recipe.task, folder)

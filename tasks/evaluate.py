@@ -7,20 +7,21 @@ from fp8rl.context import RunContext
 from fp8rl.tables import to_parquet
 from fp8rl.validation import accuracy_metrics
 from tasks.ensure import ensure_engine
-from tasks.inputs import prompts_digest, weights_inputs
+from tasks.inputs import functions_inputs, prompts_digest, weights_inputs
 from tasks.ray_runtime import wait
 from tasks.reward import score, status_shares
 from tasks.step import step
 
 
 def _inputs(context: RunContext, iteration: int) -> dict[str, Any]:
-    return {**weights_inputs(context, iteration), "prompts": prompts_digest(context, "val")}
+    prompts = prompts_digest(context, "val")
+    return {**weights_inputs(context, iteration), "prompts": prompts, **functions_inputs(context)}
 
 
 @step("evaluate", _inputs)
 async def evaluate(context: RunContext, iteration: int) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Writes evaluation.parquet. Accuracy is the share of answers that are right (reward 1), with a 95%
-    interval over prompts, and pass@k beside it."""
+    """Writes evaluation.parquet. Accuracy is the share of answers that the first verifier of
+    task.rewards finds right (status ok), with a 95% interval over prompts, and pass@k beside it."""
     engine = await ensure_engine(context, iteration)
     columns = await wait(engine.evaluate.remote(iteration))
     scores = await score(context.recipe.task, columns["text"], columns["entry"])
@@ -31,7 +32,8 @@ async def evaluate(context: RunContext, iteration: int) -> tuple[dict[str, bytes
     metrics["val/greedy_accuracy"] = statistics.fmean(
         status == "ok" for kind, _, status in rows if kind == "greedy"
     )
-    metrics |= {f"val/{name}": share for name, share in status_shares(scores["status"]).items()}
+    shares = status_shares(scores["status"], context.recipe.task.rewards[0])
+    metrics |= {f"val/{name}": share for name, share in shares.items()}
     return {"evaluation.parquet": to_parquet(columns | scores)}, {
         "metrics": metrics,
     }

@@ -6,6 +6,7 @@ from typing import Any
 from fp8rl.context import RunContext
 from fp8rl.guard import rollout_is_bf16
 from fp8rl.recipe.schema import Linear
+from fp8rl.reward.functions import function_digests
 
 
 def in_bf16(context: RunContext, version: int) -> bool:
@@ -46,6 +47,12 @@ def prompts_digest(context: RunContext, split: str) -> str:
 def file_digest(context: RunContext, iteration: int, step: str, name: str) -> str:
     """Digest of a file that `step` of `iteration` committed."""
     return context.journal.record(iteration, step).digest_of(name)
+
+
+def functions_inputs(context: RunContext) -> dict[str, Any]:
+    """The files of the recipe's reward functions, for steps that score; nothing where it has none."""
+    digests = function_digests(context.recipe.task)
+    return {"functions": digests} if digests else {}
 
 
 def probe_sequences_of(context: RunContext) -> list[list[int]]:

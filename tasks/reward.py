@@ -4,28 +4,42 @@ import statistics
 from typing import Any
 
 from fp8rl.context import RunContext
+from fp8rl.recipe.reward import DEFAULT_REWARDS, TaskVerifier, Verifier
 from fp8rl.recipe.schema import Task
+from fp8rl.reward.functions import FunctionSource, function_sources
+from fp8rl.reward.verdict import Status
 from fp8rl.tables import from_parquet, to_parquet
-from tasks.inputs import file_digest
+from tasks.inputs import file_digest, functions_inputs
 from tasks.ray_runtime import wait
 from tasks.step import step
 
+# A sample's verdict, and those of each reward: (reward, status, detail).
+_Row = tuple[tuple[float, str, str], ...]
 
-def _score(task: Task, texts: list[str], entries: list[str]) -> list[tuple[float, str, str]]:
+
+def _score(
+    task: Task, texts: list[str], entries: list[str], functions: dict[str, FunctionSource]
+) -> list[_Row]:
     from fp8rl.reward.score import score_all
 
-    return [(v.reward, v.status.value, v.detail) for v in score_all(task, texts, entries)]
+    scores = score_all(task, texts, entries, functions)
+    return [tuple((v.reward, v.status.value, v.detail) for v in (s, *s.parts)) for s in scores]
 
 
 async def score(task: Task, texts: list[str], entries: list[str]) -> dict[str, list[Any]]:
-    """Columns reward, status and detail of the completions, by Ray tasks over the CPUs."""
+    """Columns reward, status and detail of the completions, by Ray tasks over the CPUs; with other
+    rewards than the task's own also reward_<name>, status_<name> and detail_<name> of each.
+
+    Raises RuntimeError where the first verifier failed on every sample.
+    """
     import ray
 
+    functions = function_sources(task)
     workers = max(1, int(ray.cluster_resources().get("CPU", 1)))
     size = -(-len(texts) // workers)
     remote = ray.remote(_score).options(num_cpus=1, max_retries=0)
     refs = [
-        remote.remote(task, texts[i : i + size], entries[i : i + size])
+        remote.remote(task, texts[i : i + size], entries[i : i + size], functions)
         for i in range(0, len(texts), size)
     ]
     try:
@@ -34,25 +48,49 @@ async def score(task: Task, texts: list[str], entries: list[str]) -> dict[str, l
         for ref in refs:  # one that hangs would keep its CPU, and the next try would wait for it
             ray.cancel(ref, force=True)
         raise
-    if all(row[1] == "error" for row in rows):
-        what = task.name or "task.sources"
-        raise RuntimeError(f"the verifier of {what} failed on every sample; first: {rows[0][2]}")
-    return {
-        "reward": [row[0] for row in rows],
-        "status": [row[1] for row in rows],
-        "detail": [row[2] for row in rows],
-    }
+    return score_columns(task, rows)
 
 
-def status_shares(statuses: list[str]) -> dict[str, float]:
-    """Share of the completions in each status, by its name."""
+def score_columns(task: Task, rows: list[_Row]) -> dict[str, list[Any]]:
+    """The columns of `score`, and its error, from what its Ray tasks return."""
+    if all(Status(status).is_failure for (_, status, _), *_ in rows):
+        main = task.rewards[0]
+        what = (task.name or "task.sources") if isinstance(main, TaskVerifier) else main.title
+        raise RuntimeError(f"the verifier of {what} failed on every sample; first: {rows[0][0][2]}")
+    columns: dict[str, list[Any]] = {}
+    suffixes = ["", *(f"_{verifier.title}" for verifier in task.rewards)]
+    for place, suffix in enumerate(suffixes if task.rewards != DEFAULT_REWARDS else [""]):
+        for part, column in enumerate(("reward", "status", "detail")):
+            columns[column + suffix] = [row[place][part] for row in rows]
+    return columns
+
+
+def status_shares(statuses: list[str], verifier: Verifier) -> dict[str, float]:
+    """Share of the completions in each status that `verifier` can give, by its name."""
     from fp8rl.reward.score import count_statuses
 
-    return {name: count / len(statuses) for name, count in count_statuses(statuses).items()}
+    counts = count_statuses(statuses, timeouts=verifier.in_worker)
+    return {name: count / len(statuses) for name, count in counts.items()}
+
+
+def reward_metrics(task: Task, scores: dict[str, list[Any]]) -> dict[str, float]:
+    """reward/<status>: shares of the first verifier's statuses, which are the samples'. With other
+    rewards than the task's own also reward/<name>_mean (unweighted) and reward/<name>_<status>."""
+    shares = status_shares(scores["status"], task.rewards[0])
+    metrics = {f"reward/{status}": share for status, share in shares.items()}
+    if task.rewards == DEFAULT_REWARDS:
+        return metrics
+    for verifier in task.rewards:
+        name = verifier.title
+        metrics[f"reward/{name}_mean"] = statistics.fmean(scores[f"reward_{name}"])
+        shares = status_shares(scores[f"status_{name}"], verifier)
+        metrics |= {f"reward/{name}_{status}": share for status, share in shares.items()}
+    return metrics
 
 
 def _inputs(context: RunContext, iteration: int) -> dict[str, Any]:
-    return {"rollouts": file_digest(context, iteration, "rollout", "rollouts.parquet")}
+    rollouts = file_digest(context, iteration, "rollout", "rollouts.parquet")
+    return {"rollouts": rollouts, **functions_inputs(context)}
 
 
 @step("reward", _inputs)
@@ -68,6 +106,6 @@ async def reward(context: RunContext, iteration: int) -> tuple[dict[str, bytes],
     metrics = {
         "train/reward_mean": statistics.fmean(rewards),
         "reward/groups_without_signal": statistics.fmean(len(set(group)) == 1 for group in groups),
-        **{f"reward/{name}": share for name, share in status_shares(scores["status"]).items()},
+        **reward_metrics(context.recipe.task, scores),
     }
     return {"rewards.parquet": to_parquet(table)}, {"metrics": metrics}

@@ -14,22 +14,30 @@ from fp8rl.data.cursor import cursor_inputs, draws_allowed, first_batch, train_p
 from fp8rl.journal import JournalError, StepRecord
 from fp8rl.recipe.guard import Action
 from fp8rl.recipe.schema import Linear
+from fp8rl.reward.verdict import Status
 from fp8rl.rollout.dynamic_sampling import Draw, Selection, informative_groups, next_draw, select
 from fp8rl.rollout.kv_shares import kv_metrics, total
 from fp8rl.rollout.pressure import Pressure
 from fp8rl.rollout.samples import Columns, join, rollout_metrics
 from fp8rl.tables import from_parquet, to_parquet
 from tasks.ensure import ensure_engine
-from tasks.inputs import has_fp8_kv, in_bf16, prompts_digest, weights_inputs
+from tasks.inputs import functions_inputs, has_fp8_kv, in_bf16, prompts_digest, weights_inputs
 from tasks.ray_runtime import wait
 from tasks.reward import score, status_shares
 from tasks.step import step
 
 
-def _inputs(context: RunContext, iteration: int) -> dict[str, Any]:
+def _chunk_inputs(context: RunContext, iteration: int) -> dict[str, Any]:
     prompts = prompts_digest(context, "train")
     cursor = cursor_inputs(context, iteration)
     return {**weights_inputs(context, iteration - 1), "prompts": prompts, **cursor}
+
+
+def _inputs(context: RunContext, iteration: int) -> dict[str, Any]:
+    """Reward functions decide what is kept of the chunks, where it is not all of them."""
+    selects = context.recipe.rollout.max_draws > 1
+    functions = functions_inputs(context) if selects else {}
+    return {**_chunk_inputs(context, iteration), **functions}
 
 
 @dataclass
@@ -88,7 +96,10 @@ async def sample(context: RunContext, iteration: int) -> tuple[dict[str, bytes],
         }
         output["next_batch"] = first_batch(context, iteration) + len(drawn.columns)
         statuses = [status for scores in drawn.scores for status in scores["status"]]
-        metrics |= selection.metrics | {"rollout/error_drawn": status_shares(statuses)["error"]}
+        shares = status_shares(statuses, context.recipe.task.rewards[0])
+        failed = {name: share for name, share in shares.items() if Status(name).is_failure}
+        metrics |= selection.metrics
+        metrics |= {f"rollout/{name}_drawn": share for name, share in failed.items()}
         files["drawn.parquet"] = to_parquet(selection.table)
         _say_where_groups_are_missing(context, iteration, metrics)
     content = to_parquet(columns)
@@ -100,10 +111,11 @@ async def _draw_until_enough(context: RunContext, iteration: int) -> _Drawn:
     """One draw, or with dynamic sampling as many as it needs and may have.
 
     Whether there is another follows from the committed chunks alone, since verifiers score the same
-    completion alike: a rollout that is gone on with comes to the same draws.
+    completion alike: a rollout that is gone on with comes to the same draws. Only a verifier at its
+    time limit may not, on a machine that is busier than it was; what is committed then stands.
     """
     recipe, first, drawn = context.recipe, first_batch(context, iteration), _Drawn()
-    inputs = {"recipe": recipe.step_digest(), **_inputs(context, iteration)}
+    inputs = {"recipe": recipe.step_digest(), **_chunk_inputs(context, iteration)}
     budget = draws_allowed(recipe, first, train_prompts(context))
     while True:
         columns, records = await _draw(context, iteration, first, len(drawn.columns), inputs)

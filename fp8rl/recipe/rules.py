@@ -10,6 +10,7 @@ from fp8rl.numerics.formats import Fp8Recipe, ScaleRule, Scaling, fp8_recipe
 from fp8rl.recipe.data_rules import data_problems
 from fp8rl.recipe.guard import guard_problems
 from fp8rl.recipe.objective_rules import compares_logprobs, objective_problems, objective_warnings
+from fp8rl.recipe.reward_rules import reward_problems, reward_warnings
 from fp8rl.recipe.schema import (
     Device,
     ElementFormat,
@@ -116,7 +117,7 @@ def warnings(recipe: Recipe) -> list[str]:
             "precision.scaling=tensor: one activation scale for all tokens of a forward pass, so a "
             "sample's log-probs depend on what it was batched with, on both sides"
         )
-    return found + objective_warnings(recipe)
+    return found + objective_warnings(recipe) + reward_warnings(recipe.task)
 
 
 _ONLY_FP8_KV = ("kv_margin", "kv_calibration", "kv_statistic", "kv_percentile", "kv_tokens")
@@ -141,6 +142,7 @@ def check(recipe: Recipe, dims: ModelDims) -> list[Violation]:
         *_sampling(recipe),
         *(Violation(keys, message) for keys, message in objective_problems(recipe)),
         *(Violation(keys, message) for keys, message in _guard(recipe)),
+        *(Violation(keys, message) for keys, message in reward_problems(recipe.task)),
         *_precision(recipe, dims),
         *_sizes(recipe, dims),
     ]

@@ -15,6 +15,7 @@ from fp8rl.recipe.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, P
 from fp8rl.recipe.data import Source, TooLong, Val
 from fp8rl.recipe.guard import Guard
 from fp8rl.recipe.objective import Correction, Objective
+from fp8rl.recipe.reward import DEFAULT_REWARDS, AnyVerifier, RewardLimits
 
 _NOT_NUMBERS = {
     *("name", "arm", "runs_dir", "tracking", "step_timeout_s"),
@@ -142,6 +143,14 @@ class Task(Section):
     """null: all that task.val holds."""
     too_long: TooLong = TooLong.ERROR
     """Prompts longer than rollout.max_prompt_tokens."""
+
+    rewards: Annotated[tuple[AnyVerifier, ...], Field(min_length=1)] = DEFAULT_REWARDS
+    """What a completion is worth: the weighted sum of these verifiers' rewards. The first one says
+    whether it is right. For example [{kind: numeric}, {kind: length, max_chars: 900, weight: 0.1}]."""
+    reward_path: tuple[str, ...] = ()
+    """Folders of the modules that rewards of kind function may name."""
+    reward_limits: RewardLimits = RewardLimits()
+    """For rewards that run in worker processes: math_verify, format, function."""
 
     @model_validator(mode="before")
     @classmethod
@@ -355,20 +364,34 @@ class Recipe(Section):
 
     def digest(self) -> str:
         """sha256 over what can change numbers: all but names, places and tracking."""
-        return values_digest(self.model_dump(mode="json", exclude=_NOT_NUMBERS))
+        return values_digest(self._numbers(_NOT_NUMBERS))
 
     def step_digest(self) -> str:
         """sha256 over what a step's numbers can depend on: as `digest`, without the run's length."""
-        return values_digest(self.model_dump(mode="json", exclude=_NOT_NUMBERS | _LENGTH))
+        return values_digest(self._numbers(_NOT_NUMBERS | _LENGTH))
+
+    def _numbers(self, exclude: set[str]) -> dict[str, Any]:
+        """The values without the keys `exclude`, and without rewards where they are the default ones:
+        a run that was begun before there were others is still the same run."""
+        values = self.model_dump(mode="json", exclude=exclude)
+        if self.task.rewards == DEFAULT_REWARDS:
+            _drop_rewards(values)
+        return values
 
     def warm_start_digest(self) -> str:
         """Digest of all that decides the warm-started weights; the arm's precision is not among it."""
         parts = {"seed", "threads", "model", "warm_start", "task"}
         optimiser = {"weight_decay", "betas", "eps", "grad_clip"}
         values = self.model_dump(mode="json", include=parts)
+        _drop_rewards(values)
         values["optimiser"] = self.learner.model_dump(mode="json", include=optimiser)
         values["code"] = WARM_START_CODE
         return values_digest(values)[:16]
+
+
+def _drop_rewards(values: dict[str, Any]) -> None:
+    for key in ("rewards", "reward_path", "reward_limits"):
+        del values["task"][key]
 
 
 def changes_numbers(key: str) -> bool:

@@ -1,79 +1,152 @@
-"""Verifiers: a completion's reward and what became of it."""
+"""The rewards of a task: each completion's verdicts, and their weighted sum."""
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
-from fp8rl.data.tasks import make_generator
-from fp8rl.recipe.data import train_sources, val_sources
-from fp8rl.recipe.schema import Extract, Task
+from fp8rl.recipe.reward import (
+    AnyVerifier,
+    ExactVerifier,
+    LengthVerifier,
+    MathVerifier,
+    NumericVerifier,
+    TaskVerifier,
+)
+from fp8rl.recipe.rules import RecipeError
+from fp8rl.recipe.schema import Task
 from fp8rl.reward.extract import extract
+from fp8rl.reward.functions import FunctionSource, function_sources
+from fp8rl.reward.own import OwnScorers
+from fp8rl.reward.verdict import Status, Verdict
+from fp8rl.reward.verifiers import as_reward, exact, length, numeric
+from fp8rl.reward.workers import Worker, WorkerStartError, shared_worker
 
-
-class Status(StrEnum):
-    """ok: full score. wrong: less. unparsable: nothing to score. error: the scorer failed."""
-
-    OK = "ok"
-    WRONG = "wrong"
-    UNPARSABLE = "unparsable"
-    ERROR = "error"
+# These score what task.extract takes of a completion; the others the whole of it.
+_OF_EXTRACT = (TaskVerifier, ExactVerifier, NumericVerifier, MathVerifier)
+# These are right about the reference answer itself, or can be used for nothing.
+_KNOW_THE_ANSWER = (ExactVerifier, NumericVerifier, MathVerifier)
 
 
 @dataclass(frozen=True)
-class Verdict:
-    reward: float
-    status: Status
-    detail: str = ""
+class Score(Verdict):
+    """reward: the weighted sum. status and detail: of the first verifier of task.rewards, which says
+    whether the completion is right. parts: verdicts in the order of task.rewards, not yet weighted."""
+
+    parts: tuple[Verdict, ...] = ()
 
 
-def score_all(task: Task, completions: list[str], entries: list[str]) -> list[Verdict]:
-    """Verdicts for `completions`, each against its task item (`entries`, JSON).
+class _Scorer:
+    def __init__(self, task: Task, worker: Worker | None) -> None:
+        """worker: for the rewards that run in one; None where no reward does."""
+        self._task, self._worker = task, worker
+        inside = any(isinstance(v, TaskVerifier) and not v.in_worker for v in task.rewards)
+        self._own = OwnScorers(task) if inside else None
 
-    What of a completion is scored is for task.extract to say.
+    def score(self, completion: str, entry: str) -> Score:
+        text, item = extract(self._task.extract, completion), json.loads(entry)
+        given = {
+            "completion": completion,
+            "text": text,
+            "question": str(item.get("question", "")),
+            "answer": str(item["answer"]) if "answer" in item else None,
+            "entry": entry,
+        }
+        parts = tuple(
+            self._verdict(index, verifier, given, item)
+            for index, verifier in enumerate(self._task.rewards)
+        )
+        weights = [verifier.weight for verifier in self._task.rewards]
+        total = sum(weight * part.reward for weight, part in zip(weights, parts, strict=True))
+        return Score(total, parts[0].status, parts[0].detail, parts)
 
-    A scorer that raises gives status `error` with reward 0 and the reason, and is counted by the
-    caller; it never stops the batch.
+    def _verdict(
+        self, index: int, verifier: AnyVerifier, given: dict[str, Any], item: dict[str, Any]
+    ) -> Verdict:
+        text, answer = given["text"], given["answer"]
+        if text is None and isinstance(verifier, _OF_EXTRACT):
+            return Verdict.without_score(Status.UNPARSABLE, "nothing to score in the completion")
+        if answer is None and not isinstance(verifier, TaskVerifier | LengthVerifier):
+            return Verdict.without_score(Status.ERROR, "the prompt has no reference answer")
+        if verifier.in_worker:
+            assert self._worker is not None
+            return self._worker.score(index, given)
+        try:
+            if isinstance(verifier, ExactVerifier):
+                return exact(text, answer)
+            if isinstance(verifier, NumericVerifier):
+                return numeric(text, answer, absolute=verifier.absolute, relative=verifier.relative)
+            if isinstance(verifier, LengthVerifier):
+                completion = given["completion"]
+                return length(
+                    completion, max_chars=verifier.max_chars, buffer_chars=verifier.buffer_chars
+                )
+            assert self._own is not None
+            return as_reward(self._own.score_answer(text, item))
+        except Exception as error:
+            return Verdict.of_failure(error)
+
+
+def score_all(
+    task: Task,
+    completions: list[str],
+    entries: list[str],
+    functions: Mapping[str, FunctionSource] | None = None,
+) -> list[Score]:
+    """The scores of `completions`, each against its task item (`entries`, JSON), by task.rewards.
+
+    What of a completion is scored is for task.extract to say; format, length and function see all of
+    it. functions: of `function_sources`; None: as the files are now.
+
+    A verifier that raises, dies or hangs gives status `error` or `timeout` with reward 0 and the
+    reason, and is counted by the caller; it never stops the batch. Raises RecipeError as
+    `function_sources`, and WorkerStartError where a worker process cannot be had.
     """
-    scorers = _scorers(task)
-    return [
-        _score(scorers, extract(task.extract, text), json.loads(entry))
-        for text, entry in zip(completions, entries, strict=True)
-    ]
+    if functions is None:
+        functions = function_sources(task)
+    worker = shared_worker(task, functions) if _needs_worker(task) else None
+    scorer = _Scorer(task, worker)
+    return [scorer.score(text, entry) for text, entry in zip(completions, entries, strict=True)]
 
 
-def _scorers(task: Task) -> dict[str | None, Any]:
-    """What scores the entries of each source, by their "source"."""
-    return {
-        one.label: make_generator(one.source, seed=0, size=1, key=one.key)
-        if one.source.is_generator
-        else _Exact(task.extract)
-        for one in [*train_sources(task), *val_sources(task)]
-    }
+def require_rewards(task: Task, entry: dict[str, Any] | None, source: str | None = None) -> None:
+    """Raises RecipeError naming the key where task.rewards cannot be had: a function that is missing or
+    takes other arguments, a package that is not installed, an answer that its verifier cannot read.
+
+    entry: an item of `source` (None: of task.name), by whose answer verifiers are tried; None: none is at hand. The user's
+    code runs in a worker process only.
+    """
+    functions = function_sources(task)
+    with Worker(task, functions) as worker:
+        if _needs_worker(task):
+            try:
+                worker.start()
+            except WorkerStartError as error:
+                raise RecipeError(str(error)) from None
+        if entry is None:
+            return
+        # The others may well find fault with it, and cost time.
+        unasked = LengthVerifier(max_chars=1)
+        asked = tuple(v if isinstance(v, _KNOW_THE_ANSWER) else unasked for v in task.rewards)
+        scorer = _Scorer(task.model_copy(update={"rewards": asked}), worker)
+        parts = scorer.score(str(entry["answer"]), json.dumps(entry)).parts
+    for index, (verifier, part) in enumerate(zip(asked, parts, strict=True)):
+        if isinstance(verifier, _KNOW_THE_ANSWER) and part.status is not Status.OK:
+            why = f" ({part.detail})" if part.detail else ""
+            raise RecipeError(
+                f"task.rewards.{index}: {verifier.kind} finds {source or task.name}'s own answer "
+                f"{entry['answer']!r} {part.status}{why}. Choose another kind, or another task.extract"
+            )
 
 
-@dataclass(frozen=True)
-class _Exact:
-    """For entries of files: 1 where the same is extracted from the reference answer."""
-
-    how: Extract
-
-    def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
-        return float(answer.strip() == (extract(self.how, entry["answer"]) or "").strip())
+def _needs_worker(task: Task) -> bool:
+    return any(verifier.in_worker for verifier in task.rewards)
 
 
-def _score(scorers: dict[str | None, Any], answer: str | None, entry: dict[str, Any]) -> Verdict:
-    if answer is None:
-        return Verdict(0.0, Status.UNPARSABLE, "nothing to score in the completion")
-    try:
-        reward = float(scorers[entry.get("source")].score_answer(answer, entry))
-    except Exception as error:
-        return Verdict(0.0, Status.ERROR, f"{type(error).__name__}: {error}")
-    return Verdict(reward, Status.OK if reward >= 1.0 else Status.WRONG)
-
-
-def count_statuses(statuses: list[str]) -> dict[str, int]:
-    """How many completions ended in each status, the empty ones included."""
+def count_statuses(statuses: list[str], *, timeouts: bool = False) -> dict[str, int]:
+    """How many completions ended in each status, the empty ones included; timeouts: whether there can
+    be any, which only a verifier in a worker process has."""
     counts = Counter(statuses)
-    return {status.value: counts.get(status.value, 0) for status in Status}
+    shown = [status for status in Status if timeouts or status is not Status.TIMEOUT]
+    return {status.value: counts.get(status.value, 0) for status in shown}

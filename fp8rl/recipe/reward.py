@@ -1,0 +1,139 @@
+"""The recipe's rewards: which verifiers score a completion, and how much each of them counts.
+
+What each one does, formulas and statuses: docs/rewards.md. The default is the task's own scorer.
+"""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from fp8rl.recipe.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+# Names stand in metrics and columns: reward/<name>_mean, reward_<name>.
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,40}$")]
+
+
+class Verifier(Section):
+    """Base of the verifiers."""
+
+    kind: str
+    weight: NonNegativeFloat = 1.0
+    """Of its reward in the sum. 0: it is logged only."""
+    name: Name | None = None
+    """In metrics and tables. Empty: its kind."""
+
+    @property
+    def title(self) -> str:
+        """`name`, settled."""
+        return self.name or self.kind
+
+    @property
+    def in_worker(self) -> bool:
+        """Whether it runs in a worker process, under task.reward_limits."""
+        return False
+
+
+class TaskVerifier(Verifier):
+    """The scorer that comes with the task."""
+
+    kind: Literal["task"] = "task"
+    isolate: bool = False
+    """Run it in a worker process. Say yes for a task whose scorer computes what the completion says
+    (countdown, puzzle24, polynomial_multiplication, simple_integration and others): `9**9**9` would
+    hang the step otherwise."""
+
+    @property
+    def in_worker(self) -> bool:
+        return self.isolate
+
+
+class ExactVerifier(Verifier):
+    """1 where the text is the reference answer, white space at the ends and its amount aside."""
+
+    kind: Literal["exact"] = "exact"
+
+
+class NumericVerifier(Verifier):
+    """1 where |text - answer| <= max(absolute, relative * |answer|), both read as exact fractions."""
+
+    kind: Literal["numeric"] = "numeric"
+    absolute: NonNegativeFloat = 0.0
+    relative: NonNegativeFloat = 0.0
+
+
+class MathVerifier(Verifier):
+    """1 where the library math-verify finds the text equal to the reference answer."""
+
+    kind: Literal["math_verify"] = "math_verify"
+
+    @property
+    def in_worker(self) -> bool:
+        return True
+
+
+class FormatVerifier(Verifier):
+    """1 where the whole completion matches a regular expression."""
+
+    kind: Literal["format"] = "format"
+    pattern: str
+    """Python's syntax; it must match from the first to the last character, and `.` is any character,
+    line ends too."""
+
+    @property
+    def in_worker(self) -> bool:
+        return True
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern, re.DOTALL)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"not a regular expression: {error}") from None
+        return pattern
+
+
+class LengthVerifier(Verifier):
+    """A penalty for long completions, in characters: 0 up to max_chars - buffer_chars, then falling
+    linearly to -1 at max_chars, and -1 beyond. For tokens: learner.overlong_buffer."""
+
+    kind: Literal["length"] = "length"
+    max_chars: PositiveInt
+    buffer_chars: NonNegativeInt = 0
+
+
+class FunctionVerifier(Verifier):
+    """A function of the user's: score(question, completion, answer, entry) -> float."""
+
+    kind: Literal["function"] = "function"
+    function: Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$")]
+    """module:function, for example my_rewards:score. The module is a file below task.reward_path."""
+
+    @property
+    def in_worker(self) -> bool:
+        return True
+
+
+AnyVerifier = Annotated[
+    TaskVerifier
+    | ExactVerifier
+    | NumericVerifier
+    | MathVerifier
+    | FormatVerifier
+    | LengthVerifier
+    | FunctionVerifier,
+    Field(discriminator="kind"),
+]
+
+
+class RewardLimits(Section):
+    """What a verifier in a worker process may take for one completion."""
+
+    timeout_s: PositiveFloat = 5.0
+    """Wall time. The worker is killed after it, and the completion has status timeout."""
+    memory_mib: PositiveInt = 2048
+    """Address space beyond what the worker takes to start."""
+
+
+DEFAULT_REWARDS = (TaskVerifier(),)
