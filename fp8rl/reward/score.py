@@ -114,8 +114,8 @@ def require_rewards(task: Task, entry: dict[str, Any] | None, source: str | None
     """Raises RecipeError naming the key where task.rewards cannot be had: a function that is missing or
     takes other arguments, a package that is not installed, an answer that its verifier cannot read.
 
-    entry: an item of `source` (None: of task.name), by whose answer verifiers are tried; None: none is at hand. The user's
-    code runs in a worker process only.
+    entry: an item of `source` (None: of task.name), by whose answer verifiers are tried; None: none is
+    at hand. The user's code runs in a worker process only.
     """
     functions = function_sources(task)
     with Worker(task, functions) as worker:
