@@ -72,7 +72,7 @@ async def prepare_data(context: RunContext, iteration: int) -> tuple[dict[str, b
     environment = {"env_vars": _environment(context)}
     remote = ray.remote(_prepare_data).options(num_cpus=1, max_retries=0, runtime_env=environment)
     about: dict[str, Any] = await wait(remote.remote(context))
-    if changed := [path for path, digest in read_digests(about).items() if before[path] != digest]:
+    if changed := [path for path, digest in read_digests(about).items() if before.get(path) != digest]:
         raise RecipeError(f"task.sources: {', '.join(changed)} changed while it was read; try again")
     for line in left_out(about):
         get_run_logger().warning(line)

@@ -180,7 +180,10 @@ class _Draw:
             stream = stock.items(self.task, seed, count)
         rows: list[Row] = []
         for row, where in stream:
-            if not self._is_new(row["question"], stock, where) or not self._fits(row, stock, where):
+            if (why := self._known(row["question"], split)) is not None:
+                stock.drops.add(why, where)
+                continue
+            if not self._fits(row, stock, where):
                 continue
             self.questions.add(row["question"])
             if split == "val":
@@ -193,14 +196,11 @@ class _Draw:
             raise RecipeError(self._too_few(split, stock, len(rows), count))
         return rows
 
-    def _is_new(self, question: str, stock: _Stock, where: str) -> bool:
-        if question in self.val_questions:
-            stock.drops.add(_IN_VAL, where)
-        elif question in self.questions:
-            stock.drops.add(_REPEATED, where)
-        else:
-            return True
-        return False
+    def _known(self, question: str, split: str) -> str | None:
+        """Why a question is not drawn again; None where it is new."""
+        if split == "train" and question in self.val_questions:
+            return _IN_VAL
+        return _REPEATED if question in self.questions else None
 
     def _fits(self, row: Row, stock: _Stock, where: str) -> bool:
         """Adds the prompt's tokens to `row`."""

@@ -14,9 +14,10 @@ from transformers import AutoTokenizer
 
 from flows.cli_runs import _other_files
 from flows.opening import open_run
+from fp8rl.context import RunContext
 from fp8rl.data import records
 from fp8rl.data.columns import SHIPPED
-from fp8rl.data.cursor import train_prompts
+from fp8rl.data.cursor import draws_allowed, train_prompts
 from fp8rl.data.draw import Length, draw_prompts, is_left_whole
 from fp8rl.data.fingerprint import left_out, read_digests, require_unchanged, source_digests
 from fp8rl.data.prepare import prepare_data, read_prompts
@@ -349,6 +350,26 @@ def test_a_mixture_has_its_shares_and_each_entry_its_scorer(tmp_path):
     assert Status.OK not in {v.status for v in score_all(task, ["no such"] * 35, entries)}
     lost = score_all(task, ["1"], ['{"question": "", "answer": "1", "source": "x"}'])[0]
     assert lost.status is Status.ERROR
+
+
+def test_any_generator_of_reasoning_gym_is_a_source():
+    task = task_of(Source(name="gsm_symbolic"), Source(name="spell_backward"), train=8, val=4)
+    prompts = draw_prompts(task, 0)
+    assert [(report["train"], report["val"]) for report in prompts.sources] == [(4, 2), (4, 2)]
+    rows = [*prompts.train, *prompts.val]
+    verdicts = score_all(task, [r["answer"] for r in rows], [r["entry"] for r in rows])
+    assert {verdict.status for verdict in verdicts} == {Status.OK}
+
+
+def test_a_question_of_two_sources_is_asked_once(tmp_path):
+    one, two = jsonl(tmp_path / "a.jsonl", sums(6)), jsonl(tmp_path / "b.jsonl", sums(6, start=2))
+    prompts = draw_prompts(task_of(one, two, val=2), 0)
+    questions = [row["question"] for row in [*prompts.train, *prompts.val]]
+    assert len(set(questions)) == len(questions) == 8
+    for report in prompts.sources:
+        assert_adds_up(report)
+    left = [reasons(report) for report in prompts.sources]
+    assert sum(sum(told.values()) for told in left) == 4
 
 
 def test_shares_are_whole_and_add_up():
@@ -829,6 +850,27 @@ def test_choices_that_do_not_go_together_are_refused(task, message):
         require_runnable(Recipe(task=Task.model_validate(task)))
 
 
+def test_all_rows_and_dynamic_sampling_go_together(tmp_path):
+    """How many draws an epoch has is known once the prompts are prepared."""
+    path = jsonl(tmp_path / "a.jsonl", sums(9))
+    recipe = runnable(path).model_copy(update={"rollout": Rollout(prompts=2, max_draws=3)})
+    require_runnable(recipe)
+    assert [draws_allowed(recipe, first, 8) for first in range(5)] == [3, 3, 2, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("source", "users", "workers"),
+    [({"hub": "a/b"}, None, "0"), ({"hub": "a/b"}, "1", "1"), ({"path": "a.jsonl"}, None, "1")],
+)
+def test_only_a_hub_source_may_ask_the_hub(tmp_path, monkeypatch, source, users, workers):
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    if users is not None:
+        monkeypatch.setenv("HF_HUB_OFFLINE", users)
+    recipe = runnable(Source.model_validate(source))
+    context = RunContext(run="r", folder=tmp_path, model_dir=tmp_path, recipe=recipe)
+    assert prepare._environment(context)["HF_HUB_OFFLINE"] == workers
+
+
 def test_a_bad_generator_among_sources_is_named_by_its_key():
     recipe = runnable(Source(name="chain_sum"), Source(name="chain_sun"), train=100)
     with pytest.raises(RecipeError, match=r"task.sources\[1\].name: no task 'chain_sun'; did you mean"):
@@ -860,7 +902,7 @@ def test_example_recipes_draw_their_prompts(monkeypatch, name, train, val):
 # --- fuzz: rows whose counts add up, or an error that names the file
 
 fuzzed = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 GOOD = b'{"question": "%d?", "answer": "1"}\n'
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
