@@ -332,8 +332,9 @@ def test_hostile_completions_have_a_status(math_and_format, name):
         verdict = math_and_format.score(reward, asked(text))
         assert verdict.status in Status
         assert len(verdict.detail) < 500
-    # Two at their limits, each with a new process.
-    assert time.monotonic() - started < 30
+    assert (
+        time.monotonic() - started < 120
+    )  # two at their limits and two new processes, on a busy machine
     for verdict in (exact(text, "12"), numeric(text, "12"), length(text, max_chars=10)):
         assert verdict.status in Status
     assert numeric("12", text).status in Status

@@ -368,7 +368,7 @@ def test_keys_without_effect_are_warned_of():
 GOOD = "def score(question, completion, answer, entry):\n    return 1.0\n"
 
 
-def with_function(folder, name="mine:score", kind="function"):
+def with_function(folder, name="mine:score"):
     return Task(
         rewards=[{"kind": "task"}, {"kind": "function", "function": name}], reward_path=[str(folder)]
     )
