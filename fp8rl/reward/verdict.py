@@ -25,7 +25,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """reward: within 1e6 of 0. detail: why, where status is neither ok nor wrong; fit for a table."""
+    """reward: within 1e6 of 0. detail: why, where status is not ok or wrong; text that fits a table."""
 
     reward: float
     status: Status

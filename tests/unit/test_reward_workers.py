@@ -108,12 +108,12 @@ def score(question, completion, answer, entry):
 """
 
 
-def made(folder: Path, timeout_s: float = 1.0, memory_mib: int = 128) -> Task:
+def made(folder: Path) -> Task:
     (folder / "hostile.py").write_text(HOSTILE)
     return Task(
         rewards=[{"kind": "function", "function": "hostile:score"}],
         reward_path=[str(folder)],
-        reward_limits={"timeout_s": timeout_s, "memory_mib": memory_mib},
+        reward_limits={"timeout_s": 60.0, "memory_mib": 128},
     )
 
 
@@ -121,6 +121,12 @@ def asked(completion: str, answer: str = "12", **entry) -> dict:
     entry = {"question": "q", "answer": answer, **entry}
     given = {"completion": completion, "text": completion, "question": "q", "answer": answer}
     return {**given, "entry": json.dumps(entry)}
+
+
+def ask(worker: Worker, given: dict, reward: int = 0, limit_s: float = 60.0) -> Verdict:
+    """The verdict, within a limit that only what hangs exceeds, however busy the machine is."""
+    worker._timeout_s = limit_s
+    return worker.score(reward, given)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +142,7 @@ def math_and_format():
     pattern = r"(<think>)?(a|a)+b"
     task = Task(
         rewards=[{"kind": "math_verify"}, {"kind": "format", "pattern": pattern}],
-        reward_limits={"timeout_s": 1.0, "memory_mib": 512},
+        reward_limits={"memory_mib": 512},
     )
     with Worker(task, {}) as worker:
         yield worker
@@ -145,7 +151,7 @@ def math_and_format():
 @pytest.mark.parametrize(
     ("completion", "status", "detail"),
     [
-        ("loop", Status.TIMEOUT, "no verdict after task.reward_limits.timeout_s=1"),
+        ("loop", Status.TIMEOUT, "no verdict after task.reward_limits.timeout_s=0.5"),
         ("loop past its signal", Status.TIMEOUT, ""),
         ("power", Status.TIMEOUT, ""),
         ("sleep", Status.TIMEOUT, ""),
@@ -180,34 +186,39 @@ def math_and_format():
 def test_whatever_a_function_does_has_a_status_and_the_next_is_scored(
     hostile, completion, status, detail
 ):
-    verdict = hostile.score(0, asked(completion))
+    limit_s = 0.5 if status is Status.TIMEOUT else 60.0
+    verdict = ask(hostile, asked(completion), limit_s=limit_s)
     assert verdict.status is status
     assert detail in verdict.detail
     assert len(verdict.detail) < 500
     verdict.detail.encode()
     if status.is_failure:
         assert verdict.reward == 0.0
-    assert hostile.score(0, asked("fine")) == Verdict(1.0, Status.OK)
+    assert ask(hostile, asked("fine")) == Verdict(1.0, Status.OK)
 
 
 def test_an_alarm_left_behind_does_not_reach_the_next(hostile):
-    assert hostile.score(0, asked("alarm")).status is Status.OK
-    assert hostile.score(0, asked("sleep")).status is Status.TIMEOUT
-    assert hostile.score(0, asked("fine")).status is Status.OK
+    assert ask(hostile, asked("alarm")).status is Status.OK
+    assert ask(hostile, asked("sleep"), limit_s=0.6).status is Status.TIMEOUT
+    assert ask(hostile, asked("fine")).status is Status.OK
 
 
 def test_what_came_before_decides_no_verdict(hostile):
     for _ in range(4):  # of which two fit
-        assert hostile.score(0, asked("leak")) == Verdict(1.0, Status.OK)
-    assert hostile.score(0, asked("memory")).status is Status.ERROR
-    assert hostile.score(0, asked("exit later")).status is Status.OK
+        assert ask(hostile, asked("leak")) == Verdict(1.0, Status.OK)
+    assert ask(hostile, asked("memory")).status is Status.ERROR
+    assert ask(hostile, asked("exit later")).status is Status.OK
     hostile._process.wait(30)
-    assert hostile.score(0, asked("fine")) == Verdict(1.0, Status.OK)
+    assert ask(hostile, asked("fine")) == Verdict(1.0, Status.OK)
 
 
 def test_what_a_verifier_started_is_killed_with_it(hostile, tmp_path):
     file = tmp_path / "pid"
-    assert hostile.score(0, asked("start and loop", file=str(file))).status is Status.TIMEOUT
+    given = asked("start and loop", file=str(file))
+    limit_s = 0.5
+    while not file.exists() or not file.read_text():  # on a busy machine it may not come to it
+        assert ask(hostile, given, limit_s=limit_s).status is Status.TIMEOUT
+        limit_s *= 2
     gone_or_dead(int(file.read_text()))
 
 
@@ -230,12 +241,12 @@ task = Task.model_validate_json(sys.argv[1])
 worker = Worker(task, function_sources(task))
 worker.start()
 print(worker._process.pid, flush=True)
-worker._timeout_s = 0.0 if sys.argv[2] == "fine" else 1000.0
-worker._exchange({**json.loads(sys.argv[3]), "id": 1, "reward": 0, "timeout_s": 0.1}, 1000.0)
+# The worker's own alarm follows from timeout_s; this process would wait for longer.
+worker._exchange({**json.loads(sys.argv[2]), "id": 1, "reward": 0, "timeout_s": 0.1}, 1000.0)
 print("answered", flush=True)
 sys.stdin.read()
 """
-    command = [sys.executable, "-c", code, task.model_dump_json(), completion]
+    command = [sys.executable, "-c", code, task.model_dump_json()]
     parent = subprocess.Popen(
         [*command, json.dumps(asked(completion))],
         cwd=ROOT,
@@ -255,6 +266,7 @@ sys.stdin.read()
 
 def test_threads_share_a_worker(hostile):
     got = []
+    hostile._timeout_s = 60.0
     given = [asked(text) for text in ("fine", "half", "exit")] * 5
     threads = [
         threading.Thread(target=lambda g=g: got.append((g["completion"], hostile.score(0, g).status)))
@@ -329,26 +341,27 @@ def test_hostile_completions_have_a_status(math_and_format, name):
     text = COMPLETIONS[name]
     started = time.monotonic()
     for reward in (0, 1):
-        verdict = math_and_format.score(reward, asked(text))
+        verdict = ask(math_and_format, asked(text), reward, 1.0)
         assert verdict.status in Status
         assert len(verdict.detail) < 500
-    # Two at their limits, each with a new process.
-    assert time.monotonic() - started < 30
+    assert (
+        time.monotonic() - started < 120
+    )  # two at their limits and two new processes, on a busy machine
     for verdict in (exact(text, "12"), numeric(text, "12"), length(text, max_chars=10)):
         assert verdict.status in Status
     assert numeric("12", text).status in Status
 
 
 def test_what_hangs_is_a_timeout_and_the_next_is_right(math_and_format):
-    assert math_and_format.score(0, asked(NESTED)).status is Status.TIMEOUT
-    assert math_and_format.score(1, asked("a" * 60)).status is Status.TIMEOUT
-    assert math_and_format.score(0, asked("$12$")).status is Status.OK
-    assert math_and_format.score(1, asked("aab")).status is Status.OK
+    for reward, hangs, right in ((0, NESTED, "$12$"), (1, "a" * 60, "aab")):
+        assert ask(math_and_format, asked(hangs), reward, 0.5).status is Status.TIMEOUT
+        assert ask(math_and_format, asked(right), reward).status is Status.OK
 
 
 def test_a_hostile_reference_answer_has_a_status_too(math_and_format):
-    assert math_and_format.score(0, asked("12", answer=NESTED)).status is Status.TIMEOUT
-    assert math_and_format.score(0, asked("12", answer="")).status is Status.ERROR
+    given = asked("12", answer=NESTED)
+    assert ask(math_and_format, given, limit_s=0.5).status is Status.TIMEOUT
+    assert ask(math_and_format, asked("12", answer="")).status is Status.ERROR
 
 
 PIECES = st.sampled_from(
@@ -396,7 +409,7 @@ def test_fuzz_pure_verifiers(text, answer):
 @given(text=TEXTS, answer=st.one_of(st.just("12"), TEXTS))
 def test_fuzz_verifiers_in_a_worker(math_and_format, hostile, text, answer):
     for worker, reward in ((math_and_format, 0), (math_and_format, 1), (hostile, 0)):
-        verdict = worker.score(reward, asked(text, answer))
+        verdict = ask(worker, asked(text, answer), reward, 1.0)
         assert verdict.status in Status
         assert verdict.reward in (0.0, 1.0)
         verdict.detail.encode()

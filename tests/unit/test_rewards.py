@@ -251,7 +251,7 @@ def test_the_tasks_own_scorer_in_a_worker_says_the_same_and_cannot_hang():
     entry = json.dumps(make_generator(plain, seed=0, size=1)[0])
     item = json.loads(entry)
     texts = [item["answer"], "1 + 1", "not code(", ""]
-    limits = {"timeout_s": 1.5}
+    limits = {"timeout_s": 4.0}
     isolated = Task(name="countdown", rewards=(TaskVerifier(isolate=True),), reward_limits=limits)
     want = score_all(plain, texts, [entry] * 4)
     assert score_all(isolated, texts, [entry] * 4) == want
@@ -368,7 +368,7 @@ def test_keys_without_effect_are_warned_of():
 GOOD = "def score(question, completion, answer, entry):\n    return 1.0\n"
 
 
-def with_function(folder, name="mine:score", kind="function"):
+def with_function(folder, name="mine:score"):
     return Task(
         rewards=[{"kind": "task"}, {"kind": "function", "function": name}], reward_path=[str(folder)]
     )
