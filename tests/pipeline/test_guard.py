@@ -25,7 +25,7 @@ LIMIT = 1.2
 EMBEDDINGS = "model.embed_tokens.weight"
 WRONG = "learner:scale:0:model.layers.1.mlp.down_proj.weight_scale_inv"
 # The probe after each sync would find the wrong scale before the guard does.
-UNSEEN = ("sync.probe_every=0", "evaluate.every=3", "task.val_prompts=16")
+UNSEEN = ("sync.probe_every=0", "evaluate.every=3")
 
 
 @pytest.fixture
