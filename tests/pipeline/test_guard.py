@@ -121,7 +121,7 @@ def test_the_worst_samples_are_those_that_differ_most(runs_dir, run_arm):
     assert len({len(column) for column in table.values()}) == 1
 
 
-@pytest.mark.parametrize("action", ["stop", "pause"])
+@pytest.mark.parametrize("action", ["stop", pytest.param("pause", marks=pytest.mark.slow)])
 def test_it_stops_and_goes_on_when_a_person_says_so(runs_dir, wrong_scale, action):
     """The embedded Prefect has no page on which to press Resume: there a pause ends the run too."""
     from flows.training import train
