@@ -85,6 +85,9 @@ async def _restore_learner(context: RunContext, actor: Any, version: int) -> Non
             f"{held}. Remove that folder, then `fp8rl resume {context.run}`: an older checkpoint and "
             "more replay take its place"
         )
+    # A first forward pass, as before the first step of a new run: what is compiled and allocated once
+    # is start-up, not replay.
+    await wait(actor.precision_table.remote())
     restored = time.perf_counter()
     if held < version and resolve(context.recipe).device is Device.CPU:
         # On shared cores an engine's start beside the replay costs both more than one after the other.
