@@ -20,12 +20,12 @@ from prefect.states import Cancelled
 
 from flows.automations import mark_crashed
 from flows.environment import set_quiet
-from flows.guarding import show_evaluation, show_guard, show_worst
 from flows.hooks import put_right_after
 from flows.iteration import first_weights, iteration
 from flows.opening import Opened, open_run
 from flows.reap import MLFLOW_STATUS, put_right
 from flows.restart import StartTimes
+from flows.showing import show_evaluation, show_guard, show_kv, show_worst
 from flows.stopping import (
     StopInOrder,
     heed_guard,
@@ -37,7 +37,6 @@ from fp8rl import progress
 from fp8rl.context import RunContext
 from fp8rl.device import resolve
 from fp8rl.journal import ITERATION
-from fp8rl.kv_history import kv_history, plot_kv_history
 from fp8rl.lock import require_held
 from fp8rl.model.precision import both_sides, count_formats
 from fp8rl.recipe.rules import warnings
@@ -158,7 +157,7 @@ async def _train(
         await _iterate(context, number, is_retry=opened.is_retry)
         said = said or await _say_precision(context, learner, tracker)
         tracker.flush()
-        _show_kv(context, tracker, number)
+        show_kv(context, tracker, number)
         await show_guard(context, tracker, number, _key(context.run, "guard"))
         show_worst(context, tracker, number)
         show_evaluation(context, tracker, number)
@@ -206,15 +205,6 @@ async def _say_precision(context: RunContext, learner: list[dict[str, str]], tra
     get_run_logger().info(text)
     progress.emit(progress.Event("note", text))
     return True
-
-
-def _show_kv(context: RunContext, tracker: Tracker, number: int) -> None:
-    """Has MLflow show the KV scales so far, where iteration `number` was evaluated."""
-    if "val/accuracy" in context.journal.record(number, ITERATION).metrics:
-        columns = kv_history(context.journal)
-        if columns["version"]:  # else a BF16 cache
-            tracker.put_table("kv_history.json", columns)
-            tracker.put_bytes("kv_history.png", plot_kv_history(columns))
 
 
 async def _say_times(context: RunContext, opened: Opened, times: StartTimes) -> None:

@@ -204,6 +204,17 @@ def newest_whole(run_folder: Path, *, at_most: int, run_id: str) -> tuple[Checkp
     return None, passed_over
 
 
+def choose(run_folder: Path, version: int | None, run_id: str) -> tuple[Checkpoint | None, str]:
+    """The whole checkpoint of `version` (None: the newest one) of run `run_id`; beside it, where there
+    is none, what there is and what is wrong with it, in words."""
+    newest = 10**9 if version is None else version
+    found, faults = newest_whole(run_folder, at_most=newest, run_id=run_id)
+    if found is not None and version in (None, found.version):
+        return found, ""
+    there = ", ".join(map(str, listing(run_folder))) or "none"
+    return None, f"(there: {there}). {' '.join(faults)}".rstrip()
+
+
 def to_drop(
     versions: Sequence[int],
     *,

@@ -10,7 +10,6 @@ The weights are the FP32 masters of a checkpoint, rounded once: to what the roll
 """
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8rl import checkpoints
-from fp8rl.files import fsync_tree
-from fp8rl.model.dims import read_dims
+from fp8rl.files import put_in_place
+from fp8rl.model.dims import ModelDims, read_dims
 from fp8rl.model.precision import Decision, Format, PlanRules, make_plan
 from fp8rl.model.source import model_folder
 from fp8rl.numerics.formats import Scaling, Scheme
@@ -80,11 +79,11 @@ def export(
     dims = read_dims(model_dir)
     linear = Linear.FP8 if fmt is ExportFormat.FP8 else Linear.BF16
     plan = make_plan(plan_rules(recipe.precision, linear), dims)
-    building = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    building = checkpoints.building_folder(folder)
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
     try:
-        _write_weights(building, checkpoint, model_dir, plan, rollout_fp8(recipe.precision).weight)
+        _write_weights(building, checkpoint, dims, plan, rollout_fp8(recipe.precision).weight)
         _write_config(building, model_dir, plan)
         for name in _BESIDE:
             if (model_dir / name).is_file():
@@ -98,8 +97,7 @@ def export(
             "format": fmt.value,
         }
         (building / "export.json").write_text(json.dumps(about, indent=1))
-        fsync_tree(building)
-        building.rename(folder)
+        put_in_place(building, folder)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
@@ -113,14 +111,12 @@ def export(
 
 
 def _checkpoint(run: Run, version: int | None) -> checkpoints.Checkpoint:
-    newest = 10**9 if version is None else version
-    found, faults = checkpoints.newest_whole(run.folder, at_most=newest, run_id=run.id)
-    if found is None or version not in (None, found.version):
-        there = ", ".join(map(str, checkpoints.listing(run.folder))) or "none"
+    found, there = checkpoints.choose(run.folder, version, run.id)
+    if found is None:
         wanted = "no whole checkpoint" if version is None else f"no whole checkpoint of step {version}"
         raise ExportError(
-            f"run {run.name!r} has {wanted} (there: {there}). {' '.join(faults)} Take one of those, or "
-            "have more kept (checkpoint.every, keep_last, keep_best)"
+            f"run {run.name!r} has {wanted} {there} Take one of those, or have more kept "
+            "(checkpoint.every, keep_last, keep_best)"
         )
     return found
 
@@ -128,7 +124,7 @@ def _checkpoint(run: Run, version: int | None) -> checkpoints.Checkpoint:
 def _write_weights(
     building: Path,
     checkpoint: checkpoints.Checkpoint,
-    model_dir: Path,
+    dims: ModelDims,
     plan: Mapping[str, Decision],
     scheme: Scheme,
 ) -> None:
@@ -139,7 +135,6 @@ def _write_weights(
     from fp8rl.model.megatron import PolicyModel
 
     tensors, _ = load(checkpoint.folder)
-    dims = read_dims(model_dir)
     model = PolicyModel(dims, make_plan(PlanRules(Format.BF16), dims))
     for name, parameter in model.named_parameters():
         parameter.data.copy_(tensors[f"model/{name}"])

@@ -50,15 +50,10 @@ def fork(
     runs = parent.folder.parent
     if (runs / name).exists():
         raise RunExistsError(Run(runs / name).describe())
-    checkpoint, faults = checkpoints.newest_whole(
-        parent.folder, at_most=10**9 if at is None else at, run_id=parent.id
-    )
-    if checkpoint is None or (at is not None and checkpoint.version != at):
-        there = ", ".join(map(str, checkpoints.listing(parent.folder))) or "none"
+    checkpoint, there = checkpoints.choose(parent.folder, at, parent.id)
+    if checkpoint is None:
         wanted = "no whole checkpoint" if at is None else f"no whole checkpoint of version {at}"
-        raise RecipeError(
-            f"run {parent.name!r} has {wanted} (there: {there}). {' '.join(faults)}".rstrip()
-        )
+        raise RecipeError(f"run {parent.name!r} has {wanted} {there}")
     if checkpoint.version >= recipe.iterations:
         raise RecipeError(
             f"iterations: {recipe.iterations}, and the checkpoint is of iteration "

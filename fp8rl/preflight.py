@@ -1,11 +1,11 @@
 """Everything about a recipe that can be known before an engine starts."""
 
 from fp8rl.data.chat import require_chat_template
-from fp8rl.data.fingerprint import all_sources
 from fp8rl.data.pool import require_readable
 from fp8rl.data.tasks import make_generator, require_scorable
 from fp8rl.device import resolve
 from fp8rl.model.source import model_dims, model_folder
+from fp8rl.recipe.data import all_sources
 from fp8rl.recipe.rules import learner_fp8, require_one_model, require_valid, rollout_fp8
 from fp8rl.recipe.schema import Linear, Recipe
 from fp8rl.reward.score import require_rewards
@@ -20,15 +20,16 @@ def require_runnable(recipe: Recipe, *, is_prepared: bool = False) -> None:
     require_one_model(recipe)
     require_valid(recipe, model_dims(recipe))
     resolve(recipe)
+    items = {}
     for one in all_sources(recipe.task):
-        entry = None
         if one.source.is_generator:
             generator = make_generator(one.source, seed=recipe.seed, size=1, key=one.key)
             require_scorable(recipe.task, generator, one.source.name, one.key)
-            entry = generator[0] if one.label is None else {**generator[0], "source": one.label}
+            label = {} if one.label is None else {"source": one.label}
+            items[one.title] = {**generator[0], **label}
         elif not is_prepared:
             require_readable(one.source, one.key)
-        require_rewards(recipe.task, entry, one.title)
+    require_rewards(recipe.task, items)
     folder = model_folder(recipe)
     if folder is not None:
         require_chat_template(recipe.task, folder)

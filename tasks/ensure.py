@@ -85,9 +85,10 @@ async def _restore_learner(context: RunContext, actor: Any, version: int) -> Non
             f"{held}. Remove that folder, then `fp8rl resume {context.run}`: an older checkpoint and "
             "more replay take its place"
         )
-    # A first forward pass, as before the first step of a new run: what is compiled and allocated once
-    # is start-up, not replay.
-    await wait(actor.precision_table.remote())
+    if held < version:
+        # A first forward pass, as before the first step of a new run: what is compiled and allocated
+        # once is start-up, not replay.
+        await wait(actor.precision_table.remote())
     restored = time.perf_counter()
     if held < version and resolve(context.recipe).device is Device.CPU:
         # On shared cores an engine's start beside the replay costs both more than one after the other.
@@ -144,8 +145,9 @@ async def engine_for(context: RunContext, version: int) -> tuple[Any, dict[str, 
     cache. One with the other cache is made again."""
     wanted = engine_context(context, version)
     actor, status = await status_of(wanted, "engine", engine_actor)
-    if status["fp8_kv"] != has_fp8_kv(context, version):
-        kind = "FP8" if has_fp8_kv(context, version) else "BF16"
+    fp8_kv = wanted.recipe.precision.kv_cache is Linear.FP8
+    if status["fp8_kv"] != fp8_kv:
+        kind = "FP8" if fp8_kv else "BF16"
         text = f"the engine is made again, with its KV cache in {kind}, for weight version {version}"
         progress.emit(progress.Event("note", text))
         release_actor(context, "engine")

@@ -11,10 +11,11 @@ from prefect.logging import get_run_logger
 
 from fp8rl import checkpoints, progress
 from fp8rl.context import RunContext
-from fp8rl.data.fingerprint import all_sources, left_out, read_digests, source_digests
+from fp8rl.data.fingerprint import left_out, read_digests, source_digests
 from fp8rl.device import compute_environment
 from fp8rl.files import copy_atomic, file_sha256, fsync_file, sha256
 from fp8rl.journal import MODEL_FILE
+from fp8rl.recipe.data import all_sources
 from fp8rl.recipe.rules import RecipeError
 from tasks.ensure import engine_context, engine_for, ensure_learner
 from tasks.ray_runtime import engine_actor, is_new, learner_actor, wait

@@ -4,27 +4,18 @@ torch."""
 from pathlib import Path
 from typing import Any
 
+from fp8rl.data.pool import Drops, local_files
 from fp8rl.data.records import files_of
 from fp8rl.files import file_sha256
-from fp8rl.recipe.data import Named, train_sources, val_sources
+from fp8rl.recipe.data import all_sources
 from fp8rl.recipe.rules import RecipeError
 from fp8rl.recipe.schema import Task
-
-
-def all_sources(task: Task) -> list[Named]:
-    """The sources of train prompts, then those that validation has of its own."""
-    return [*train_sources(task), *val_sources(task)]
 
 
 def source_digests(task: Task) -> dict[str, str]:
     """{path: sha256} of each local file that the prompts come from; raises RecipeError where one is
     missing."""
-    paths = [
-        path
-        for one in all_sources(task)
-        if one.source.path is not None
-        for path in files_of(Path(one.source.path), f"{one.key}.path")
-    ]
+    paths = [path for one in all_sources(task) for path in local_files(one.source, one.key)]
     return {str(path): file_sha256(path) for path in dict.fromkeys(paths)}
 
 
@@ -48,12 +39,9 @@ def left_out(about: dict[str, Any]) -> list[str]:
         }
         if reasons:
             of = f" of {source['rows']} rows" if "rows" in source else ""
-            told = ", ".join(
-                f"{told['rows']} {reason} (first: {told['first']})" for reason, told in reasons.items()
-            )
             longest = source.get("longest_dropped_tokens")
             long = f"; the longest prompt had {longest} tokens" if longest else ""
-            lines.append(f"{source['source']}: left out{of}: {told}{long}")
+            lines.append(f"{source['source']}: left out{of}: {Drops(reasons)}{long}")
     return lines
 
 

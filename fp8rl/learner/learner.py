@@ -339,11 +339,10 @@ class Learner:
         self.version = state["version"]
         return state
 
-    def published_tensors(self, *, bf16: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def published_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What `publish` writes, by Hugging Face name; see `publishing.published_tensors`."""
-        return published_tensors(
-            self.model, self._published_plan(bf16), self._published_scheme, self.version
-        )
+        plan = self._published_plan(bf16=False)
+        return published_tensors(self.model, plan, self._published_scheme, self.version)
 
     def _published_plan(self, bf16: bool) -> Mapping[str, Decision]:
         precision = self.recipe.precision
@@ -356,8 +355,10 @@ class Learner:
         bf16: all of it in BF16, for rollouts that the guard has taken out of FP8.
         """
         self.require_version(version)
-        specs = published_specs(self.model, self._published_plan(bf16), self._published_scheme)
-        return write_published(folder, version, specs, self.published_tensors(bf16=bf16))
+        plan, scheme = self._published_plan(bf16), self._published_scheme
+        specs = published_specs(self.model, plan, scheme)
+        tensors = published_tensors(self.model, plan, scheme, version)
+        return write_published(folder, version, specs, tensors)
 
     def save(self, folder: Path) -> None:
         """Writes the FP32 master weights into `folder`, as Hugging Face does."""

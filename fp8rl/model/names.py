@@ -40,16 +40,8 @@ def name_table(dims: ModelDims) -> list[Slot]:
         attention, mlp = f"{hf}.self_attn", f"{hf}.mlp"
         table += [
             _vector(f"{hf}.input_layernorm.weight", f"{meg}.input_layernorm.weight", hidden),
-            Slot(
-                hf=tuple(f"{attention}.{p}_proj.weight" for p in "qkv"),
-                megatron=f"{meg}.self_attention.linear_qkv.weight",
-                vllm=f"{attention}.qkv_proj.weight",
-                rows=(dims.q_rows, dims.kv_rows, dims.kv_rows),
-                columns=hidden,
-                interleaved=True,
-                is_linear=True,
-            ),
-            *(_attention_vectors(attention, f"{meg}.self_attention", dims)),
+            _qkv(attention, f"{meg}.self_attention", dims, "weight"),
+            *_attention_vectors(attention, f"{meg}.self_attention", dims),
             Slot(
                 hf=(f"{attention}.o_proj.weight",),
                 megatron=f"{meg}.self_attention.linear_proj.weight",
@@ -82,20 +74,25 @@ def name_table(dims: ModelDims) -> list[Slot]:
     return table
 
 
+def _qkv(hf: str, megatron: str, dims: ModelDims, what: str) -> Slot:
+    """q, k and v fused. what: "weight", or "bias"."""
+    is_linear = what == "weight"
+    return Slot(
+        hf=tuple(f"{hf}.{p}_proj.{what}" for p in "qkv"),
+        megatron=f"{megatron}.linear_qkv.{what}",
+        vllm=f"{hf}.qkv_proj.{what}",
+        rows=(dims.q_rows, dims.kv_rows, dims.kv_rows),
+        columns=dims.hidden if is_linear else None,
+        interleaved=True,
+        is_linear=is_linear,
+    )
+
+
 def _attention_vectors(hf: str, megatron: str, dims: ModelDims) -> list[Slot]:
     """What a family has besides matrices: biases of q, k and v, norms of each query and key head."""
     slots = []
     if dims.qkv_bias:
-        slots.append(
-            Slot(
-                hf=tuple(f"{hf}.{p}_proj.bias" for p in "qkv"),
-                megatron=f"{megatron}.linear_qkv.bias",
-                vllm=f"{hf}.qkv_proj.bias",
-                rows=(dims.q_rows, dims.kv_rows, dims.kv_rows),
-                columns=None,
-                interleaved=True,
-            )
-        )
+        slots.append(_qkv(hf, megatron, dims, "bias"))
     if dims.qk_norm:
         slots += [
             _vector(f"{hf}.{p}_norm.weight", f"{megatron}.{p}_layernorm.weight", dims.head_dim)

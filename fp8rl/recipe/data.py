@@ -118,6 +118,11 @@ def val_sources(task: Task) -> list[Named]:
     return _named("task.val.sources", task.val.sources, taken)
 
 
+def all_sources(task: Task) -> list[Named]:
+    """The sources of train prompts, then those that validation has of its own."""
+    return [*train_sources(task), *val_sources(task)]
+
+
 def with_absolute_paths(task: Task) -> Task:
     """`task` with the paths of its files whole: other processes have another working directory."""
 

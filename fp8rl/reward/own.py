@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8rl.data.tasks import make_generator
-from fp8rl.recipe.data import train_sources, val_sources
+from fp8rl.recipe.data import all_sources
 from fp8rl.recipe.schema import Extract, Task
 from fp8rl.reward.extract import extract
 
@@ -18,7 +18,7 @@ class OwnScorers:
             one.label: make_generator(one.source, seed=0, size=1, key=one.key)
             if one.source.is_generator
             else _Extracted(task.extract)
-            for one in [*train_sources(task), *val_sources(task)]
+            for one in all_sources(task)
         }
 
     def score_answer(self, text: str, entry: dict[str, Any]) -> float:

@@ -110,12 +110,12 @@ def score_all(
     return [scorer.score(text, entry) for text, entry in zip(completions, entries, strict=True)]
 
 
-def require_rewards(task: Task, entry: dict[str, Any] | None, source: str | None = None) -> None:
+def require_rewards(task: Task, items: Mapping[str, dict[str, Any]]) -> None:
     """Raises RecipeError naming the key where task.rewards cannot be had: a function that is missing or
     takes other arguments, a package that is not installed, an answer that its verifier cannot read.
 
-    entry: an item of `source` (None: of task.name), by whose answer verifiers are tried; None: none is
-    at hand. The user's code runs in a worker process only.
+    items: one of each source where one is at hand, by the source's title; verifiers are tried on their
+    answers. The user's code runs in a worker process only.
     """
     functions = function_sources(task)
     with Worker(task, functions) as worker:
@@ -124,18 +124,24 @@ def require_rewards(task: Task, entry: dict[str, Any] | None, source: str | None
                 worker.start()
             except WorkerStartError as error:
                 raise RecipeError(str(error)) from None
-        if entry is None:
-            return
         # The others may well find fault with it, and cost time.
         unasked = LengthVerifier(max_chars=1)
         asked = tuple(v if isinstance(v, _KNOW_THE_ANSWER) else unasked for v in task.rewards)
         scorer = _Scorer(task.model_copy(update={"rewards": asked}), worker)
-        parts = scorer.score(str(entry["answer"]), json.dumps(entry)).parts
+        for source, entry in items.items():
+            _require_right(scorer, asked, source, entry)
+
+
+def _require_right(
+    scorer: _Scorer, asked: tuple[AnyVerifier, ...], source: str, entry: dict[str, Any]
+) -> None:
+    """Raises RecipeError where one of `asked` does not find the reference answer of `entry` right."""
+    parts = scorer.score(str(entry["answer"]), json.dumps(entry)).parts
     for index, (verifier, part) in enumerate(zip(asked, parts, strict=True)):
         if isinstance(verifier, _KNOW_THE_ANSWER) and part.status is not Status.OK:
             why = f" ({part.detail})" if part.detail else ""
             raise RecipeError(
-                f"task.rewards.{index}: {verifier.kind} finds {source or task.name}'s own answer "
+                f"task.rewards.{index}: {verifier.kind} finds {source}'s own answer "
                 f"{entry['answer']!r} {part.status}{why}. Choose another kind, or another task.extract"
             )
 

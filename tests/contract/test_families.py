@@ -78,11 +78,11 @@ def test_weights_and_gradients_go_in_and_out(family):
             assert (part - want[key].grad).abs().max() < 1e-5, key
 
 
+# The other tests of the engine have a Llama model.
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama"], indirect=True)
 def test_the_engine_samples_what_the_learner_scores(family):
     """BF16 against transformers in FP32 too; FP8 with an FP8 cache against the learner."""
     name, folder = family
-    if name == "llama":
-        pytest.skip("the other tests of the engine have a Llama model")
     for arm in ("bf16", "fp8-e2e-kv"):
         recipe = recipe_with(
             model={"path": str(folder)},

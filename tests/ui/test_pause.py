@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.guarding import EVENT
+from flows.showing import EVENT
 from fp8rl.runs import Run
 from tests.ui.conftest import END_S, Trained, until
 

@@ -31,6 +31,7 @@ from tests.unit.test_learner_objective import (
     reference_logprobs,
     samples,
     train,
+    with_log_probs,
 )
 
 LOSS = {"use": "loss", "beta": 0.7}
@@ -317,13 +318,7 @@ def committed():
     rollouts["tokens"] = [
         generator.integers(0, VOCABULARY, len(t)).tolist() for t in rollouts["tokens"]
     ]
-    rollouts |= {
-        "weight_version": [0] * 6,
-        "sample": [0, 1, 2] * 2,
-        "prompt_tokens": [[2, 3]] * 6,
-        "text": ["answer"] * 6,
-        "logprobs": [[-1.5] * len(tokens) for tokens in rollouts["tokens"]],
-    }
+    rollouts = with_log_probs(rollouts)
     rewards |= {key: rollouts[key] for key in ("prompt_id", "sample")}
     return rollouts, rewards
 

@@ -390,15 +390,20 @@ class Committed:
         return self.content[step]
 
 
-def test_the_train_step_shapes_filters_and_applies_the_rule_for_invalid_log_probs():
-    rollouts, rewards = columns()
-    rollouts |= {
+def with_log_probs(rollouts):
+    """The rollouts of `columns` with all that the train step reads."""
+    return rollouts | {
         "weight_version": [0] * 6,
         "sample": [0, 1, 2] * 2,
         "prompt_tokens": [[2, 3]] * 6,
         "text": ["answer"] * 6,
         "logprobs": [[-1.5] * len(tokens) for tokens in rollouts["tokens"]],
     }
+
+
+def test_the_train_step_shapes_filters_and_applies_the_rule_for_invalid_log_probs():
+    rollouts, rewards = columns()
+    rollouts = with_log_probs(rollouts)
     rollouts["logprobs"][4][1] = None
     rewards |= {key: rollouts[key] for key in ("prompt_id", "sample")}
     actor = LearnerActor()

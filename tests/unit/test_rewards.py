@@ -428,7 +428,7 @@ def test_looking_for_functions_runs_none_of_them(tmp_path):
 def test_functions_that_cannot_be_called_are_refused_before_the_run(tmp_path, content, message):
     (tmp_path / "mine.py").write_text(content)
     with pytest.raises(RecipeError) as error:
-        require_rewards(with_function(tmp_path), {"question": "q", "answer": "12"})
+        require_rewards(with_function(tmp_path), {"t": {"question": "q", "answer": "12"}})
     assert str(error.value).startswith("task.rewards.1.function: ")
     assert message in str(error.value)
 
@@ -437,7 +437,7 @@ def test_the_function_of_the_documentation_can_be_called(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
     (tmp_path / "mine.py").write_text(page.partition("```python\n")[2].partition("```")[0])
     task = with_function(tmp_path)
-    require_rewards(task, {"question": "q", "answer": "12"})
+    require_rewards(task, {"t": {"question": "q", "answer": "12"}})
     found = score_all(task, ["I add.\n12", "I add.\n13", "12"], [ENTRY] * 3)
     assert [score.parts[1].reward for score in found] == [1.0, 0.2, 0.0]
 
@@ -447,7 +447,7 @@ def test_a_module_that_hides_another_is_refused(tmp_path):
     with pytest.raises(
         RecipeError, match=r"rewards\.1\.function: a module named json is there already"
     ):
-        require_rewards(with_function(tmp_path, "json:score"), {"question": "q", "answer": "12"})
+        require_rewards(with_function(tmp_path, "json:score"), {"t": {"question": "q", "answer": "12"}})
 
 
 def test_functions_of_one_module_that_imports_its_neighbour(tmp_path):
@@ -462,21 +462,23 @@ def test_functions_of_one_module_that_imports_its_neighbour(tmp_path):
         {"kind": "function", "function": "mine:other", "name": "other"},
     ]
     task = Task(rewards=rewards, reward_path=[str(tmp_path)])
-    require_rewards(task, {"question": "q", "answer": "12"})
+    require_rewards(task, {"t": {"question": "q", "answer": "12"}})
     assert score_all(task, ["x"], [ENTRY])[0].reward == 1.25
 
 
 def test_answers_that_a_verifier_cannot_read_are_refused_before_the_run():
     entry = {"question": "q", "answer": "abc"}
     with pytest.raises(RecipeError) as error:
-        require_rewards(Task(rewards=[{"kind": "task"}, {"kind": "numeric"}]), entry)
+        require_rewards(
+            Task(rewards=[{"kind": "task"}, {"kind": "numeric"}]), {"reverse_digits": entry}
+        )
     want = (
         "task.rewards.1: numeric finds reverse_digits's own answer 'abc' error (the reference answer is"
     )
     assert want in str(error.value)
-    require_rewards(Task(rewards=[{"kind": "exact"}]), entry)
+    require_rewards(Task(rewards=[{"kind": "exact"}]), {"t": entry})
     require_rewards(
-        Task(rewards=[{"kind": "numeric"}, {"kind": "length", "max_chars": 1}]), {"answer": "1"}
+        Task(rewards=[{"kind": "numeric"}, {"kind": "length", "max_chars": 1}]), {"t": {"answer": "1"}}
     )
 
 

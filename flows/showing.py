@@ -1,4 +1,5 @@
-"""Shows what the guard decided: notes, Prefect events and an artifact, tables and plots in MLflow."""
+"""Shows what an iteration came to: what its guard decided in notes, Prefect events and an artifact; KV
+scales, answers and worst samples as tables and plots in MLflow."""
 
 import uuid
 from typing import Any
@@ -10,6 +11,7 @@ from prefect.runtime import flow_run
 
 from fp8rl import guard, progress
 from fp8rl.context import RunContext
+from fp8rl.kv_history import kv_history, plot_kv_history
 from fp8rl.recipe.guard import Action
 from fp8rl.samples import evaluation_table
 from fp8rl.tracking import Tracker
@@ -65,9 +67,22 @@ def _emit(context: RunContext, number: int, firing: dict[str, Any]) -> None:
     )
 
 
+def _is_evaluated(context: RunContext, number: int) -> bool:
+    return context.journal.is_committed(number, "evaluate")
+
+
+def show_kv(context: RunContext, tracker: Tracker, number: int) -> None:
+    """Has MLflow show the KV scales so far, where iteration `number` was evaluated."""
+    if _is_evaluated(context, number):
+        columns = kv_history(context.journal)
+        if columns["version"]:  # else a BF16 cache
+            tracker.put_table("kv_history.json", columns)
+            tracker.put_bytes("kv_history.png", plot_kv_history(columns))
+
+
 def show_evaluation(context: RunContext, tracker: Tracker, number: int) -> None:
     """Has MLflow show the answers of iteration `number`, where it was evaluated."""
-    if context.journal.is_committed(number, "evaluate"):
+    if _is_evaluated(context, number):
         table = evaluation_table(context.journal, number)
         tracker.put_table(f"evaluation/{number:05d}.json", table)
 
@@ -75,9 +90,8 @@ def show_evaluation(context: RunContext, tracker: Tracker, number: int) -> None:
 def show_worst(context: RunContext, tracker: Tracker, number: int) -> None:
     """Has MLflow show the worst samples of iteration `number`, where it was evaluated or the guard
     fired; those of every iteration stay in the journal."""
-    evaluated = "val/accuracy" in context.journal.record(number, "iteration").metrics
     fired = bool(guard.decision(context.journal, number).get("firings"))
-    if number == context.origin or not (evaluated or fired):
+    if number == context.origin or not (_is_evaluated(context, number) or fired):
         return
     columns = read_worst(context.journal, number)
     tracker.put_table(f"worst_samples/{number:05d}.json", worst_table(columns))
