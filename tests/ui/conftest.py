@@ -200,9 +200,14 @@ class Prefect:
         answer = self.post(f"/flow_runs/{run_id}/resume")
         assert answer["status"] == "ACCEPT", answer
 
-    def events(self, name: str) -> list[dict[str, Any]]:
-        """The events of that name, the earliest first."""
-        found = self.post("/events/filter", filter={"event": {"name": [name]}})["events"]
+    def events(self, name: str, count: int) -> list[dict[str, Any]]:
+        """The events of that name, the earliest first, once there are `count`; fails where they stay out."""
+
+        def written() -> Any:  # the server writes events down in batches, 5 s apart
+            found = self.post("/events/filter", filter={"event": {"name": [name]}})["events"]
+            return len(found) >= count and found
+
+        found: list[dict[str, Any]] = until(f"{count} events {name}", 60, written)
         return sorted(found, key=lambda event: event["occurred"])
 
     def iterations(self, run_id: str) -> list[dict[str, Any]]:

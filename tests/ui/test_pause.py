@@ -30,7 +30,7 @@ def test_resume_ends_the_pause_and_nothing_else_is_done_again(prefect, runs_dir)
     assert run.journal.record(1, "guard_answer").output == {"answer": "Resume in Prefect"}
 
     # Both firings are events of this flow run, each once.
-    told = prefect.events(EVENT)
+    told = prefect.events(EVENT, 2)
     assert [event["payload"]["iteration"] for event in told] == [1, 2]
     for event in told:
         assert event["resource"]["prefect.resource.id"] == f"fp8rl.run.{run.id}"
