@@ -13,7 +13,7 @@ from fp8rl import guard, progress
 from fp8rl.context import RunContext
 from fp8rl.kv_history import kv_history, plot_kv_history
 from fp8rl.recipe.guard import Action
-from fp8rl.samples import evaluation_table
+from fp8rl.samples import BF16_FILE, evaluation_table
 from fp8rl.tracking import Tracker
 from fp8rl.worst_samples import plot_worst, read_worst, worst_table
 
@@ -83,8 +83,10 @@ def show_kv(context: RunContext, tracker: Tracker, number: int) -> None:
 def show_evaluation(context: RunContext, tracker: Tracker, number: int) -> None:
     """Has MLflow show the answers of iteration `number`, where it was evaluated."""
     if _is_evaluated(context, number):
-        table = evaluation_table(context.journal, number)
-        tracker.put_table(f"evaluation/{number:05d}.json", table)
+        tracker.put_table(f"evaluation/{number:05d}.json", evaluation_table(context.journal, number))
+        if context.recipe.evaluate.bf16:
+            table = evaluation_table(context.journal, number, BF16_FILE)
+            tracker.put_table(f"evaluation_bf16/{number:05d}.json", table)
 
 
 def show_worst(context: RunContext, tracker: Tracker, number: int) -> None:

@@ -1,6 +1,5 @@
 """What a run amounts to: metrics of an iteration, the summary of a run, tables and plots of arms."""
 
-import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +37,15 @@ def iteration_metrics(
     return metrics
 
 
+# By their names in the summary. None where the recipe does not ask for it.
+_ACCURACIES = {
+    "val_accuracy": "val/accuracy",
+    "val_greedy": "val/greedy_accuracy",
+    "val_bf16_accuracy": "val_bf16/accuracy",
+    "val_bf16_greedy": "val_bf16/greedy_accuracy",
+}
+
+
 def summarise(journal: Journal) -> dict[str, Any]:
     """The summary of a run whose iterations are done.
 
@@ -48,23 +56,25 @@ def summarise(journal: Journal) -> dict[str, Any]:
     """
     records = journal.iterations()
     # Of a run that was made shorter the last iteration has no evaluation.
-    evaluated = [record.metrics for record in records if "val/accuracy" in record.metrics]
+    evaluated = [r.metrics for r in records if any(name.startswith("val/") for name in r.metrics)]
     first, last = evaluated[0], evaluated[-1]
     steady = records[2:] or records[1:]
 
     def median(name: str) -> float:
         return statistics.median(record.metrics[name] for record in steady)
 
-    def pressure(name: str, over: Callable[[list[float]], float]) -> float:
+    def pressure(name: str, over: Callable[[list[float]], float]) -> float | None:
         # Iterations of an older version did not measure it.
-        return over([r.metrics[name] for r in records[1:] if name in r.metrics] or [math.nan])
+        found = [r.metrics[name] for r in records[1:] if name in r.metrics]
+        return over(found) if found else None
 
     return {
         "iterations": records[-1].iteration,
-        "val_accuracy_before": first["val/accuracy"],
-        "val_accuracy_after": last["val/accuracy"],
-        "val_greedy_before": first["val/greedy_accuracy"],
-        "val_greedy_after": last["val/greedy_accuracy"],
+        **{
+            f"{key}_{when}": metrics.get(metric)
+            for key, metric in _ACCURACIES.items()
+            for when, metrics in (("before", first), ("after", last))
+        },
         "token_mult_prob_error": median("mismatch/token_mult_prob_error"),
         "token_mult_prob_error_max": max(
             r.metrics["mismatch/token_mult_prob_error"] for r in records[1:]
@@ -87,6 +97,10 @@ _ROWS = (
     ("sampled accuracy after", "val_accuracy_after", "{:.1%}"),
     ("greedy accuracy before", "val_greedy_before", "{:.1%}"),
     ("greedy accuracy after", "val_greedy_after", "{:.1%}"),
+    ("  in BF16, sampled, before", "val_bf16_accuracy_before", "{:.1%}"),
+    ("  in BF16, sampled, after", "val_bf16_accuracy_after", "{:.1%}"),
+    ("  in BF16, greedy, before", "val_bf16_greedy_before", "{:.1%}"),
+    ("  in BF16, greedy, after", "val_bf16_greedy_after", "{:.1%}"),
     ("mismatch (token_mult_prob_error)", "token_mult_prob_error", "{:.4f}"),
     ("mismatch, worst iteration", "token_mult_prob_error_max", "{:.4f}"),
     ("KL rollout || learner (k3)", "kl_k3", "{:.2e}"),
@@ -102,7 +116,11 @@ _ROWS = (
 
 def comparison_rows(arms: dict[str, dict[str, Any]]) -> list[list[str]]:
     """Rows of text, a label and one cell for each arm: the side-by-side table."""
-    rows = [[label, *(fmt.format(arm[key]) for arm in arms.values())] for label, key, fmt in _ROWS]
+    rows = [
+        [label, *("-" if arm[key] is None else fmt.format(arm[key]) for arm in arms.values())]
+        for label, key, fmt in _ROWS
+        if any(arm[key] is not None for arm in arms.values())
+    ]
     rows += [
         [f"  {step} (s)", *(f"{arm['steps_s'][step]:.2f}" for arm in arms.values())] for step in STEPS
     ]

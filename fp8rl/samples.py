@@ -6,7 +6,7 @@ from typing import Any
 from fp8rl.journal import Journal, JournalError
 from fp8rl.tables import from_parquet
 
-FILE = "evaluation.parquet"
+FILE, BF16_FILE = "evaluation.parquet", "evaluation_bf16.parquet"
 
 
 def evaluated(journal: Journal) -> list[int]:
@@ -14,16 +14,16 @@ def evaluated(journal: Journal) -> list[int]:
     return sorted(number for number, step in journal.steps() if step == "evaluate")
 
 
-def evaluation_table(journal: Journal, iteration: int) -> dict[str, list[Any]]:
+def evaluation_table(journal: Journal, iteration: int, file: str = FILE) -> dict[str, list[Any]]:
     """Columns, a row for each answer: prompt_id, kind ("greedy" or "sampled"), prompt, answer (the
-    reference's), completion, reward, status, detail.
+    reference's), completion, reward, status, detail. file: FILE, or the BF16 engine's BF16_FILE.
 
     Raises JournalError where the iteration was not evaluated, or its file is damaged.
     """
     if not journal.is_committed(iteration, "evaluate"):
         there = ", ".join(map(str, evaluated(journal))) or "none"
         raise JournalError(f"iteration {iteration} was not evaluated (evaluated: {there})")
-    columns = from_parquet(journal.read_file(iteration, "evaluate", FILE))
+    columns = from_parquet(journal.read_file(iteration, "evaluate", file))
     entries = [json.loads(entry) for entry in columns["entry"]]
     return {
         "prompt_id": columns["prompt_id"],

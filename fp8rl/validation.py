@@ -1,7 +1,10 @@
-"""What validation samples say: accuracy with its interval, pass@k. Without torch."""
+"""What validation answers say: accuracies with their intervals, pass@k. Without torch."""
 
+import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -45,14 +48,53 @@ def accuracy_metrics(prompts: Sequence[int], right: Sequence[bool]) -> dict[str,
     """Of the sampled answers: accuracy (which is mean@k), accuracy_low and accuracy_high (95%), and
     pass_at_k for every k that is a power of two up to the samples of a prompt."""
     counts = by_prompt(prompts, right)
-    low, high = interval(counts)
-    found = {
-        "accuracy": sum(good for _, good in counts) / sum(n for n, _ in counts),
-        "accuracy_low": low,
-        "accuracy_high": high,
-    }
+    found = _accuracy("accuracy", counts)
     k = 2
     while k <= min(samples for samples, _ in counts):
         found[f"pass_at_{k}"] = pass_at_k(counts, k)
         k *= 2
     return found
+
+
+def _accuracy(name: str, counts: Sequence[tuple[int, int]]) -> dict[str, float]:
+    low, high = interval(counts)
+    share = sum(good for _, good in counts) / sum(n for n, _ in counts)
+    return {name: share, f"{name}_low": low, f"{name}_high": high}
+
+
+def evaluation_metrics(columns: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+    """Of the columns kind, prompt_id, status and entry: `accuracy_metrics` of the sampled answers,
+    greedy_accuracy with _low and _high of the greedy ones. Where the prompts come from several sources,
+    the same of each, as <source>/<metric>.
+
+    An answer is right where its status is ok.
+    """
+    rows = list(zip(*(columns[key] for key in ("kind", "prompt_id", "status")), strict=True))
+    found = _of(rows)
+    sources = [source_of(entry) for entry in columns["entry"]]
+    if len(set(sources)) > 1:
+        for source in dict.fromkeys(sources):
+            part = [row for row, whose in zip(rows, sources, strict=True) if whose == source]
+            found |= {f"{source}/{name}": value for name, value in _of(part).items()}
+    return found
+
+
+def _of(rows: Sequence[tuple[str, int, str]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for kind in ("sampled", "greedy"):
+        answers = [(prompt, status == "ok") for which, prompt, status in rows if which == kind]
+        if not answers:
+            continue
+        prompts, right = zip(*answers, strict=True)
+        if kind == "sampled":
+            found |= accuracy_metrics(prompts, right)
+        else:
+            found |= _accuracy("greedy_accuracy", by_prompt(prompts, right))
+    return found
+
+
+def source_of(entry: str) -> str:
+    """Which of the task's sources a prompt is from, by its entry (JSON), as metrics can name it; empty
+    where the task has no sources."""
+    label = str(json.loads(entry).get("source", ""))
+    return re.sub(r"[^\w.\- ]", "_", label)

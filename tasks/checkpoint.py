@@ -20,7 +20,7 @@ from fp8rl.retention import best, old_checkpoints
 from fp8rl.runs import Run
 from tasks.causes import first_line
 from tasks.ensure import ensure_learner
-from tasks.ray_runtime import is_new, learner_actor, release_actor, wait
+from tasks.ray_runtime import LEARNER, is_new, learner_actor, release_actor, wait
 from tasks.step import with_retries
 
 
@@ -101,7 +101,7 @@ async def finish_checkpoint(context: RunContext, *, block: bool) -> None:
 
     block: waits for one that is being written. Raises what its writing raised.
     """
-    if is_new(context, "learner"):
+    if is_new(context, LEARNER):
         return
     try:
         work = _finish(context, learner_actor(context), block=block)
@@ -111,7 +111,7 @@ async def finish_checkpoint(context: RunContext, *, block: bool) -> None:
         # the one that died with it.
         text = f"a checkpoint was lost with its learner: {first_line(error)}"
         progress.emit(progress.Event("note", text))
-        release_actor(context, "learner")
+        release_actor(context, LEARNER)
 
 
 async def _finish(context: RunContext, learner: Any, *, block: bool) -> None:
@@ -128,7 +128,7 @@ def save_before_leaving(context: RunContext) -> str:
     grace; returns in words what was done. For a process that is about to end: it waits without the
     event loop, and never raises.
     """
-    if is_new(context, "learner"):
+    if is_new(context, LEARNER):
         return "the learner was not up: nothing to save"
     grace = context.recipe.checkpoint.grace_s
     deadline = time.monotonic() + grace

@@ -169,9 +169,10 @@ class EngineActor:
         val = read_prompts(self.context.data_dir, "val")
         recipe = self.context.recipe
         columns: dict[str, list[Any]] = {"prompt_id": [], "kind": [], "text": [], "entry": []}
+        asked = recipe.evaluate
         for kind, samples, temperature in (
-            ("greedy", 1, 0.0),
-            ("sampled", recipe.evaluate.samples, 1.0),
+            ("greedy", int(asked.greedy), 0.0),
+            ("sampled", asked.samples, asked.temperature),
         ):
             requests = requests_for(
                 val["prompt_tokens"], val["id"], samples, run_seed=recipe.seed, iteration=-version - 1

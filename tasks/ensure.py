@@ -22,9 +22,10 @@ from fp8rl.sync.probe import Scores, scores_digest
 from tasks.causes import first_line
 from tasks.inputs import has_fp8_kv, in_bf16, masters_digest
 from tasks.ray_runtime import (
-    engine_actor,
+    ENGINE,
+    LEARNER,
+    actor_of,
     has_answered,
-    learner_actor,
     note_answer,
     release_actor,
     wait,
@@ -41,12 +42,12 @@ class ReplayError(RuntimeError):
     """Training over the journalled rollouts did not come to the weights that were recorded."""
 
 
-async def status_of(context: RunContext, kind: str, make: Any) -> tuple[Any, dict[str, Any]]:
-    """(handle, what it holds) of an actor that answers; one that is dead or stuck is made again.
+async def status_of(context: RunContext, kind: str) -> tuple[Any, dict[str, Any]]:
+    """(handle, what it holds) of the actor `kind`, which answers; a dead or stuck one is made again.
 
     One that has not answered yet is starting: that may take as long as the step may.
     """
-    actor = make(context)
+    actor = actor_of(context, kind)
     limit = HEALTH_S if has_answered(context, kind) else None
     try:
         status = await asyncio.wait_for(wait(actor.status.remote()), limit)
@@ -55,7 +56,7 @@ async def status_of(context: RunContext, kind: str, make: Any) -> tuple[Any, dic
         get_run_logger().warning("the %s is made again: %s", kind, said)
         progress.emit(progress.Event("note", f"the {kind} is made again: {said}"))
         release_actor(context, kind)
-        actor = make(context)
+        actor = actor_of(context, kind)
         status = await wait(actor.status.remote())
     note_answer(context, kind)
     return actor, status
@@ -63,7 +64,7 @@ async def status_of(context: RunContext, kind: str, make: Any) -> tuple[Any, dic
 
 async def ensure_learner(context: RunContext, version: int) -> Any:
     """The learner, holding weight `version`."""
-    actor, status = await status_of(context, "learner", learner_actor)
+    actor, status = await status_of(context, LEARNER)
     if status["version"] != version:
         await _restore_learner(context, actor, version)
     return actor
@@ -144,14 +145,14 @@ async def engine_for(context: RunContext, version: int) -> tuple[Any, dict[str, 
     """(handle, what it holds) of an engine that can take weight `version`: alive, and with its KV
     cache. One with the other cache is made again."""
     wanted = engine_context(context, version)
-    actor, status = await status_of(wanted, "engine", engine_actor)
+    actor, status = await status_of(wanted, ENGINE)
     fp8_kv = wanted.recipe.precision.kv_cache is Linear.FP8
     if status["fp8_kv"] != fp8_kv:
         kind = "FP8" if fp8_kv else "BF16"
         text = f"the engine is made again, with its KV cache in {kind}, for weight version {version}"
         progress.emit(progress.Event("note", text))
-        release_actor(context, "engine")
-        actor, status = await status_of(wanted, "engine", engine_actor)
+        release_actor(context, ENGINE)
+        actor, status = await status_of(wanted, ENGINE)
     return actor, status
 
 
@@ -169,7 +170,7 @@ async def ensure_engine(context: RunContext, version: int, *, scales: bool = Tru
         if await _scores_as_recorded(context, actor, version):
             return actor
         progress.emit(progress.Event("note", odd + "it is made again"))
-        release_actor(context, "engine")
+        release_actor(context, ENGINE)
         actor, status = await engine_for(context, version)
         await _give(context, actor, status, version, scales)
     if not await _scores_as_recorded(context, actor, version):

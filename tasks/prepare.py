@@ -18,7 +18,7 @@ from fp8rl.journal import MODEL_FILE
 from fp8rl.recipe.data import all_sources
 from fp8rl.recipe.rules import RecipeError
 from tasks.ensure import engine_context, engine_for, ensure_learner
-from tasks.ray_runtime import engine_actor, is_new, learner_actor, wait
+from tasks.ray_runtime import ENGINE, engine_actor, is_new, learner_actor, wait
 from tasks.step import step
 
 _STEPS_PER_CALL = 10
@@ -166,7 +166,7 @@ async def _open(context: RunContext, version: int) -> list[dict[str, str]]:
 @task(name="precision_report", cache_policy=NO_CACHE)
 async def precision_report(context: RunContext) -> dict[str, Any]:
     """What the engine really runs; raises where it is not the plan. Empty before its first forward."""
-    if is_new(context, "engine"):
+    if is_new(context, ENGINE):
         return {}
     report: dict[str, Any] = await wait(engine_actor(context).precision_report.remote())
     return report

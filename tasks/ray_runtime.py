@@ -11,6 +11,8 @@ from fp8rl.context import RunContext
 from fp8rl.device import compute_environment
 
 NAMESPACE = "fp8rl"
+# The kinds of a run's actors. The BF16 engine is there where evaluate.bf16 asks for it.
+LEARNER, ENGINE, BF16_ENGINE = "learner", "engine", "bf16-engine"
 
 
 class ActorStartError(RuntimeError):
@@ -86,14 +88,20 @@ def learner_actor(context: RunContext) -> Any:
     """The learner of the run."""
     from tasks.learner_actor import LearnerActor
 
-    return _actor(context, "learner", LearnerActor)
+    return _actor(context, LEARNER, LearnerActor)
 
 
-def engine_actor(context: RunContext) -> Any:
-    """The rollout engine of the run; creating it starts vLLM, in the background."""
+def engine_actor(context: RunContext, kind: str = ENGINE) -> Any:
+    """The rollout engine of the run, or its engine of another kind; creating it starts vLLM, in the
+    background."""
     from tasks.engine_actor import EngineActor
 
-    return _actor(context, "engine", EngineActor, context)
+    return _actor(context, kind, EngineActor, context)
+
+
+def actor_of(context: RunContext, kind: str) -> Any:
+    """The run's actor of this kind."""
+    return learner_actor(context) if kind == LEARNER else engine_actor(context, kind)
 
 
 def is_new(context: RunContext, kind: str) -> bool:
@@ -123,7 +131,7 @@ def release_actor(context: RunContext, kind: str) -> None:
 
 def release(context: RunContext) -> None:
     """Ends the actors of the run, whatever they are doing."""
-    for kind in ("learner", "engine"):
+    for kind in (LEARNER, ENGINE, BF16_ENGINE):
         release_actor(context, kind)
 
 

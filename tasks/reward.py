@@ -74,17 +74,16 @@ def status_shares(statuses: list[str], verifier: Verifier) -> dict[str, float]:
 
 
 def reward_metrics(task: Task, scores: dict[str, list[Any]]) -> dict[str, float]:
-    """reward/<status>: shares of the first verifier's statuses, which are the samples'. With other
-    rewards than the task's own also reward/<name>_mean (unweighted) and reward/<name>_<status>."""
-    shares = status_shares(scores["status"], task.rewards[0])
-    metrics = {f"reward/{status}": share for status, share in shares.items()}
+    """Shares of the first verifier's statuses, which are the samples', by status. With other rewards
+    than the task's own also <name>_mean (unweighted) and <name>_<status> of each."""
+    metrics = status_shares(scores["status"], task.rewards[0])
     if task.rewards == DEFAULT_REWARDS:
         return metrics
     for verifier in task.rewards:
         name = verifier.title
-        metrics[f"reward/{name}_mean"] = statistics.fmean(scores[f"reward_{name}"])
+        metrics[f"{name}_mean"] = statistics.fmean(scores[f"reward_{name}"])
         shares = status_shares(scores[f"status_{name}"], verifier)
-        metrics |= {f"reward/{name}_{status}": share for status, share in shares.items()}
+        metrics |= {f"{name}_{status}": share for status, share in shares.items()}
     return metrics
 
 
@@ -103,9 +102,10 @@ async def reward(context: RunContext, iteration: int) -> tuple[dict[str, bytes],
     rewards = scores["reward"]
     samples = context.recipe.rollout.samples
     groups = [rewards[i : i + samples] for i in range(0, len(rewards), samples)]
+    measured = reward_metrics(context.recipe.task, scores)
     metrics = {
         "train/reward_mean": statistics.fmean(rewards),
         "reward/groups_without_signal": statistics.fmean(len(set(group)) == 1 for group in groups),
-        **reward_metrics(context.recipe.task, scores),
+        **{f"reward/{name}": value for name, value in measured.items()},
     }
     return {"rewards.parquet": to_parquet(table)}, {"metrics": metrics}

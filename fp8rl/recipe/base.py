@@ -1,6 +1,7 @@
 """What all sections of a recipe share: their base class and the bounded numbers."""
 
-from typing import Annotated
+from collections.abc import Collection
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,3 +17,27 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+
+def said(section: Section, exclude: Collection[str] = ()) -> dict[str, Any]:
+    """The values of `section` that are not its defaults, as JSON has them, without the keys `exclude`.
+
+    What a digest is made of: a key that comes later, with a default that changes nothing, leaves the
+    digests of older runs as they were.
+    """
+    values = section.model_dump(mode="json", exclude=set(exclude))
+    found = {}
+    for key, field in type(section).model_fields.items():
+        value = getattr(section, key)
+        # Which of several classes an entry of a list is, its kind says, default or not.
+        if key in values and (key == "kind" or value != field.get_default(call_default_factory=True)):
+            found[key] = _said_in(value, values[key])
+    return found
+
+
+def _said_in(value: Any, dumped: Any) -> Any:
+    if isinstance(value, Section):
+        return said(value)
+    if isinstance(value, tuple):
+        return [_said_in(*pair) for pair in zip(value, dumped, strict=True)]
+    return dumped

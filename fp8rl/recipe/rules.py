@@ -140,6 +140,7 @@ def check(recipe: Recipe, dims: ModelDims) -> list[Violation]:
         *_model(recipe),
         *(Violation(keys, message) for keys, message in data_problems(recipe)),
         *_sampling(recipe),
+        *_evaluation(recipe),
         *(Violation(keys, message) for keys, message in objective_problems(recipe)),
         *(Violation(keys, message) for keys, message in _guard(recipe)),
         *(Violation(keys, message) for keys, message in reward_problems(recipe.task)),
@@ -227,6 +228,21 @@ def _sampling(recipe: Recipe) -> Iterator[Violation]:
             f"an iteration needs {rollout.prompts} different prompts; the task has "
             f"{recipe.task.train_prompts}",
         )
+
+
+def _evaluation(recipe: Recipe) -> Iterator[Violation]:
+    asked, metric = recipe.evaluate, recipe.checkpoint.metric
+    if not asked.greedy and not asked.samples:
+        yield Violation(("evaluate.greedy", "evaluate.samples"), "nothing would be answered. Set one")
+        return
+    group, _, name = metric.partition("/")
+    if group == "val_bf16" and not asked.bf16:
+        yield Violation(("checkpoint.metric", "evaluate.bf16"), f"{metric} needs evaluate.bf16=true")
+    if group in ("val", "val_bf16"):
+        kind = "greedy" if name.startswith("greedy") else "samples"
+        sampled = name.startswith(("accuracy", "pass_at_"))
+        if (kind == "greedy" and not asked.greedy) or (sampled and not asked.samples):
+            yield Violation(("checkpoint.metric", f"evaluate.{kind}"), f"{metric} is not measured then")
 
 
 def _precision(recipe: Recipe, dims: ModelDims) -> Iterator[Violation]:

@@ -11,8 +11,16 @@ from pydantic import Field, model_validator
 
 from fp8rl.files import values_digest
 from fp8rl.numerics.formats import Scaling
-from fp8rl.recipe.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from fp8rl.recipe.base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    said,
+)
 from fp8rl.recipe.data import Source, TooLong, Val
+from fp8rl.recipe.durability import Checkpoint, Retry, Stop
 from fp8rl.recipe.guard import Guard
 from fp8rl.recipe.objective import Correction, Objective
 from fp8rl.recipe.reward import DEFAULT_REWARDS, AnyVerifier, RewardLimits
@@ -278,54 +286,16 @@ class Learner(Objective):
 
 class Evaluate(Section):
     every: PositiveInt = 10
-    samples: PositiveInt = 4
-    """Samples of each prompt at temperature 1, besides the greedy answer."""
-
-
-class BestMode(StrEnum):
-    MAX = "max"
-    MIN = "min"
-
-
-class Checkpoint(Section):
-    """Checkpoints of the learner: weights, optimiser, random states. Between them training is replayed
-    over the journalled rollouts, without generating, so a crash costs at most `every` training steps.
-    """
-
-    every: PositiveInt = 5
-    """Iterations from one checkpoint to the next; the last iteration always has one."""
-    keep_last: PositiveInt = 2
-    keep_best: NonNegativeInt = 1
-    """Kept besides the newest: so many of the best by `metric`."""
-    metric: str = "val/accuracy"
-    mode: BestMode = BestMode.MAX
-    asynchronous: bool = True
-    """Write from a copy in the background, while the next iteration runs."""
-    grace_s: NonNegativeFloat = 20.0
-    """On SIGTERM (a cancellation, a preempted machine) the learner gets so long to save."""
-
-
-class Retry(Section):
-    """Steps that fail for a cause that can pass (a process or node died, a time-out, memory ran out)
-    are tried again; others fail at once."""
-
-    attempts: NonNegativeInt = 2
-    """Of one step, after the first."""
-    delay_s: NonNegativeFloat = 2.0
-    """Before the first; each one after that waits four times as long."""
-    budget: NonNegativeInt = 20
-    """Of all steps together, in one attempt at the run."""
-    smaller_micro_batch: bool = True
-    """Train with half the micro-batch, once, where memory ran out. FP8 gradients depend on it a little
-    (learner.micro_batch); what each step used is in its record."""
-
-
-class Stop(Section):
-    """Where to stop in good order: checkpointed, to be resumed."""
-
-    after_iteration: PositiveInt | None = None
-    time_limit_s: PositiveFloat | None = None
-    """Wall time of one attempt. It stops before the iteration that would not end in time."""
+    """Before training, after every so many iterations, and after the last."""
+    greedy: bool = True
+    """Answer each validation prompt greedily, once."""
+    samples: NonNegativeInt = 4
+    """Samples of each prompt, for accuracy (mean@k) and pass@k. 0: the greedy answer only."""
+    temperature: PositiveFloat = 1.0
+    """Of those samples."""
+    bf16: bool = False
+    """Answer in BF16 too, by a second engine with the same weights (the same one where the rollout is
+    in BF16)."""
 
 
 class Tracking(Section):
@@ -364,34 +334,22 @@ class Recipe(Section):
 
     def digest(self) -> str:
         """sha256 over what can change numbers: all but names, places and tracking."""
-        return values_digest(self._numbers(_NOT_NUMBERS))
+        return values_digest(said(self, _NOT_NUMBERS))
 
     def step_digest(self) -> str:
         """sha256 over what a step's numbers can depend on: as `digest`, without the run's length."""
-        return values_digest(self._numbers(_NOT_NUMBERS | _LENGTH))
-
-    def _numbers(self, exclude: set[str]) -> dict[str, Any]:
-        """The values without the keys `exclude`, and without rewards where they are the default ones:
-        a run that was begun before there were others is still the same run."""
-        values = self.model_dump(mode="json", exclude=exclude)
-        if self.task.rewards == DEFAULT_REWARDS:
-            _drop_rewards(values)
-        return values
+        return values_digest(said(self, _NOT_NUMBERS | _LENGTH))
 
     def warm_start_digest(self) -> str:
         """Digest of all that decides the warm-started weights; the arm's precision is not among it."""
         parts = {"seed", "threads", "model", "warm_start", "task"}
-        optimiser = {"weight_decay", "betas", "eps", "grad_clip"}
-        values = self.model_dump(mode="json", include=parts)
-        _drop_rewards(values)
-        values["optimiser"] = self.learner.model_dump(mode="json", include=optimiser)
+        values = {key: value for key, value in said(self).items() if key in parts}
+        rewards = ("rewards", "reward_path", "reward_limits")
+        values["task"] = said(self.task, rewards)
+        optimiser = ("weight_decay", "betas", "eps", "grad_clip")
+        values["optimiser"] = {key: getattr(self.learner, key) for key in optimiser}
         values["code"] = WARM_START_CODE
         return values_digest(values)[:16]
-
-
-def _drop_rewards(values: dict[str, Any]) -> None:
-    for key in ("rewards", "reward_path", "reward_limits"):
-        del values["task"][key]
 
 
 def changes_numbers(key: str) -> bool:

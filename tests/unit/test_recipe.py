@@ -11,6 +11,7 @@ from fp8rl.model.source import model_dims
 from fp8rl.model.tiny import tiny_dims
 from fp8rl.numerics.formats import ScaleRule
 from fp8rl.preflight import require_runnable
+from fp8rl.recipe.durability import BestMode
 from fp8rl.recipe.load import (
     changes,
     dotted_keys,
@@ -29,11 +30,11 @@ from fp8rl.recipe.rules import (
     warnings,
 )
 from fp8rl.recipe.schema import (
-    BestMode,
     Device,
     Fp8Backend,
     Linear,
     Recipe,
+    Rollout,
     changes_numbers,
 )
 
@@ -197,6 +198,28 @@ def test_digests_see_what_changes_numbers_and_nothing_else():
     assert base.warm_start_digest() != recipe("warm_start.steps=3").warm_start_digest()
 
 
+def test_a_key_that_comes_later_leaves_the_digests_of_older_runs():
+    class Later(Rollout):
+        added: int = 3
+
+    old = Recipe(rollout=Rollout(prompts=4))
+    new = old.model_copy(update={"rollout": Later(prompts=4)})
+    assert new.rollout.model_dump() != old.rollout.model_dump()
+    assert new.step_digest() == old.step_digest()
+    other = old.model_copy(update={"rollout": Later(prompts=4, added=4)})
+    assert other.step_digest() != old.step_digest()
+
+
+def test_what_is_said_of_lists_keeps_kinds_and_order():
+    def digest(*overrides):
+        return load_recipe(TINY / "bf16.yaml", list(overrides)).recipe.step_digest()
+
+    lists = ("[{kind: exact}]", "[{kind: numeric}]", "[{kind: exact}, {kind: numeric}]")
+    lists += ("[{kind: numeric}, {kind: exact}]", "[{kind: task}]", "[{kind: task, name: a}]")
+    assert len({digest(f"task.rewards={one}") for one in lists}) == len(lists)
+    assert digest("task.rewards=[{kind: task}]") == digest()
+
+
 def test_recipe_is_frozen_and_flattens_to_every_key():
     recipe = load_recipe(TINY / "bf16.yaml").recipe
     with pytest.raises(ValidationError):
@@ -217,6 +240,10 @@ def violated(*overrides: str) -> dict[tuple[str, ...], str]:
         (["rollout.top_p=0.9"], "rollout.top_p"),
         (["rollout.top_k=5"], "rollout.top_k"),
         (["rollout.samples=1"], "rollout.samples"),
+        (["evaluate.greedy=false", "evaluate.samples=0"], "evaluate.greedy"),
+        (["evaluate.samples=0"], "checkpoint.metric"),
+        (["evaluate.greedy=false", "checkpoint.metric=val/greedy_accuracy"], "checkpoint.metric"),
+        (["checkpoint.metric=val_bf16/accuracy"], "evaluate.bf16"),
         (["learner.updates=3"], "learner.updates"),
         (["rollout.prompts=99", "task.train_prompts=50"], "task.train_prompts"),
         (["rollout.max_draws=4", "rollout.prompts=10", "task.train_prompts=39"], "rollout.max_draws"),

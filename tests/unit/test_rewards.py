@@ -274,8 +274,8 @@ def problems(*overrides: str) -> str:
 def test_a_recipe_that_says_nothing_is_the_recipe_it_was():
     plain = Recipe()
     assert plain.task.rewards == DEFAULT_REWARDS == (TaskVerifier(),)
-    # Not among what runs are told apart by, so that those of before can be resumed.
-    same = recipe("reward_limits.timeout_s=1", "reward_path=[rewards]")
+    # What is as by default is not among what runs are told apart by: those of before can be resumed.
+    same = recipe("rewards=[{kind: task, weight: 1}]", "reward_limits.timeout_s=5")
     assert same.step_digest() == plain.step_digest()
     other = recipe("rewards=[{kind: exact}]")
     assert other.step_digest() != plain.step_digest()
@@ -496,7 +496,7 @@ def test_columns_and_metrics_of_the_default_are_those_they_always_were():
     rows = [((1.0, "ok", ""),) * 2, ((0.0, "error", "why"),) * 2]
     columns = reward.score_columns(Task(), rows)
     assert columns == {"reward": [1.0, 0.0], "status": ["ok", "error"], "detail": ["", "why"]}
-    shares = {"reward/ok": 0.5, "reward/wrong": 0.0, "reward/unparsable": 0.0, "reward/error": 0.5}
+    shares = {"ok": 0.5, "wrong": 0.0, "unparsable": 0.0, "error": 0.5}
     assert reward.reward_metrics(Task(), columns) == shares
     assert list(count_statuses([])) == ["ok", "wrong", "unparsable", "error"]
     assert count_statuses(["timeout"], timeouts=True)["timeout"] == 1
@@ -514,12 +514,12 @@ def test_each_of_several_rewards_has_its_columns_and_metrics():
     assert columns["detail_math_verify"] == ["", "late"]
     assert columns["reward_length"] == [0.0, -1.0]
     metrics = reward.reward_metrics(task, columns)
-    assert metrics["reward/ok"] == metrics["reward/timeout"] == 0.5
-    assert metrics["reward/math_verify_mean"] == 0.5
-    assert metrics["reward/math_verify_timeout"] == 0.5
-    assert metrics["reward/length_mean"] == -0.5
-    assert metrics["reward/length_wrong"] == 0.5
-    assert "reward/length_timeout" not in metrics
+    assert metrics["ok"] == metrics["timeout"] == 0.5
+    assert metrics["math_verify_mean"] == 0.5
+    assert metrics["math_verify_timeout"] == 0.5
+    assert metrics["length_mean"] == -0.5
+    assert metrics["length_wrong"] == 0.5
+    assert "length_timeout" not in metrics
 
 
 def test_samples_are_spread_over_the_cpus_and_come_back_in_order(monkeypatch, tmp_path):

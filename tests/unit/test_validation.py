@@ -1,12 +1,13 @@
 """Accuracy with its interval, pass@k, and the samples that are shown."""
 
 import itertools
+import json
 import math
 
 import pytest
 
 from fp8rl.samples import best_and_worst
-from fp8rl.validation import accuracy_metrics, by_prompt, interval, pass_at_k
+from fp8rl.validation import accuracy_metrics, by_prompt, evaluation_metrics, interval, pass_at_k
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
@@ -28,6 +29,41 @@ def test_samples_are_counted_by_prompt_in_any_order():
     assert found["pass_at_2"] == 0.5
     assert set(found) == {"accuracy", "accuracy_low", "accuracy_high", "pass_at_2"}
     assert "pass_at_2" not in accuracy_metrics([1, 2], [True, False])
+
+
+def answers(kind, entry, *right):
+    """Columns of one prompt's answers."""
+    status = ["ok" if one else "wrong" for one in right]
+    return {"kind": [kind] * len(right), "status": status, "entry": [json.dumps(entry)] * len(right)}
+
+
+def table(*parts):
+    columns = {key: [v for part in parts for v in part[key]] for key in ("kind", "status", "entry")}
+    columns["prompt_id"] = [i // 2 for i, part in enumerate(parts) for _ in part["kind"]]
+    return columns
+
+
+def test_greedy_and_sampled_answers_are_measured_apart():
+    first, second = {"question": "a"}, {"question": "b"}
+    parts = [answers("greedy", first, True), answers("sampled", first, True, False)]
+    parts += [answers("greedy", second, False), answers("sampled", second, False, False)]
+    found = evaluation_metrics(table(*parts))
+    assert (found["accuracy"], found["greedy_accuracy"], found["pass_at_2"]) == (0.25, 0.5, 0.5)
+    assert (found["greedy_accuracy_low"], found["greedy_accuracy_high"]) == (0.0, 1.0)
+    assert not [name for name in found if "/" in name]
+    only = evaluation_metrics(table(parts[0], parts[0]))
+    assert set(only) == {f"greedy_accuracy{end}" for end in ("", "_low", "_high")}
+
+
+def test_each_source_of_several_is_measured_by_itself():
+    first, second = {"source": "openai/gsm8k"}, {"source": "own.jsonl#2"}
+    parts = [answers("greedy", first, True), answers("sampled", first, True, True)]
+    parts += [answers("greedy", second, False), answers("sampled", second, True, False)]
+    found = evaluation_metrics(table(*parts))
+    assert found["accuracy"] == 0.75
+    assert found["openai_gsm8k/accuracy"] == 1.0
+    assert found["own.jsonl_2/accuracy"] == 0.5
+    assert found["own.jsonl_2/greedy_accuracy"] == 0.0
 
 
 def test_the_interval_is_over_prompts_not_over_samples():
