@@ -195,6 +195,20 @@ def clean(
 
 
 @app.command()
+def watch(
+    name: RunName,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Watch a run that another process trains: state, last iterations, trends, what the guard did."""
+    from flows.watching import watch as look
+
+    with _user_errors():
+        look(Run.find(runs_dir.resolve(), name), console, every=every, once=once)
+
+
+@app.command()
 def samples(
     name: RunName,
     step: Annotated[
@@ -245,8 +259,8 @@ def reap(runs_dir: RunsDir = Path("runs")) -> None:
         put_right(runs_dir.resolve(), console)
 
 
-@app.command()
-def watch(
+@app.command("mark-crashed")
+def mark_crashed(
     within: Annotated[float, typer.Option(help="Seconds without a heartbeat")] = 90.0,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:

@@ -1,6 +1,5 @@
 """The live view of a run in the terminal: what is going on, and the last iterations."""
 
-import math
 import time
 from collections import deque
 from contextlib import AbstractContextManager
@@ -12,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fp8rl import progress
-from fp8rl.report import STEPS
+from fp8rl.glance import ACCURACY, HEADINGS, cells
 
 _KEPT = 8
 
@@ -70,8 +69,9 @@ class LiveView(AbstractContextManager["LiveView"]):
             text = f"iteration {event.iteration}: rollout, chunk {event.done + 1} of {event.total}"
             self.bar.update(self._task, description=text)
         elif event.kind == "iteration":
-            self._accuracy = event.metrics.get("val/accuracy", self._accuracy)
-            self._rows.append((event.iteration, event.metrics | {"accuracy": self._accuracy}))
+            # The last one measured, until there is another.
+            self._accuracy = event.metrics.get(ACCURACY, self._accuracy)
+            self._rows.append((event.iteration, event.metrics | {ACCURACY: self._accuracy}))
             self.bar.update(self._task, completed=event.iteration, total=event.total)
         if event.kind == "note":
             self.console.print(event.text, soft_wrap=True, highlight=False)
@@ -82,7 +82,7 @@ class LiveView(AbstractContextManager["LiveView"]):
 
     def _print_line(self, event: progress.Event) -> None:
         if event.kind == "iteration":
-            columns = zip(_HEADINGS, _cells(*self._rows[-1]), strict=True)
+            columns = zip(HEADINGS, cells(*self._rows[-1]), strict=True)
             line = "  ".join(f"{name} {cell}" for name, cell in columns if cell)
             self.console.print(line, soft_wrap=True, highlight=False)
         elif event.kind == "phase" and event.text != self._last_phase:
@@ -91,29 +91,8 @@ class LiveView(AbstractContextManager["LiveView"]):
 
     def _draw(self) -> Group:
         table = Table(title=self.title, title_justify="left", expand=False)
-        for heading in _HEADINGS:
+        for heading in HEADINGS:
             table.add_column(heading, justify="right")
         for number, metrics in self._rows:
-            table.add_row(*_cells(number, metrics))
+            table.add_row(*cells(number, metrics))
         return Group(table, self.bar)
-
-
-_HEADINGS = (
-    *("iteration", "accuracy", "reward", "mismatch", "tokens/s", "KV peak", "preempted"),
-    *(f"{s} s" for s in STEPS),
-)
-
-
-def _cells(number: int, metrics: dict[str, float]) -> list[str]:
-    formats = (
-        ("accuracy", "{:.1%}"),
-        ("train/reward_mean", "{:.3f}"),
-        ("mismatch/token_mult_prob_error", "{:.4f}"),
-        ("perf/tokens_per_sec_per_gpu", "{:,.0f}"),
-        ("kv/peak_use", "{:.0%}"),
-        ("kv/preemptions", "{:.0f}"),
-        *((f"timing/{step}_s", "{:.2f}") for step in STEPS),
-    )
-    cells = (metrics.get(name, math.nan) for name, _ in formats)
-    texts = zip(cells, formats, strict=True)
-    return [str(number), *("" if math.isnan(v) else f.format(v) for v, (_, f) in texts)]

@@ -22,6 +22,7 @@ from flows.automations import mark_crashed
 from flows.environment import set_quiet
 from flows.hooks import put_right_after
 from flows.iteration import first_weights, iteration
+from flows.live_artifact import LiveArtifact
 from flows.opening import Opened, open_run
 from flows.reap import MLFLOW_STATUS, put_right
 from flows.restart import StartTimes
@@ -148,6 +149,7 @@ async def _train(
         learner = await with_retries(open_engines, context)(context, opened.position.version)
         times.mark("engines")
     bar = await acreate_progress_artifact(progress=0.0, key=_key(context.run, "progress"))
+    live = LiveArtifact(context, tracker, _key(context.run, "live"))
     said, slowest = False, slowest_iteration(context)
     for number in range(opened.first_iteration(), recipe.iterations + 1):
         started = time.time()
@@ -162,6 +164,7 @@ async def _train(
         show_worst(context, tracker, number)
         show_evaluation(context, tracker, number)
         _emit(context, number)
+        await live.update()
         await finish_checkpoint(context, block=False)
         await aupdate_progress_artifact(bar, progress=100.0 * number / recipe.iterations)
         slowest = max(slowest, time.time() - started)

@@ -54,12 +54,21 @@ class Tracker:
         self._records, self._tags, self._create = records, tags, create
         self._queue = Queue(folder / "tracking")
         self._opened = False
+        self._opened_in: str | None = None  # the experiment's id
         self._away = False
 
     @property
     def run_id(self) -> str | None:
         """The MLflow run's id; None as long as there is none."""
         return self._queue.state.mlflow_run
+
+    @property
+    def page(self) -> str | None:
+        """The run's page in MLflow's UI; None where the URI is a database's, or nobody answered."""
+        if self._opened_in is None or not self.uri.startswith("http"):
+            return None
+        uri = tracking_server.shown(self.uri).rstrip("/")
+        return f"{uri}/#/experiments/{self._opened_in}/runs/{self.run_id}"
 
     # What is wanted.
 
@@ -217,7 +226,7 @@ class Tracker:
             tracking_server.retire(client, old_run, state.mlflow_run)
             state.superseded.remove(old_run)
             self._queue.save()
-        self._opened = True
+        self._opened, self._opened_in = True, experiment
         return True
 
     def _experiment(self, client: Any) -> str | None:
