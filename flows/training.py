@@ -34,7 +34,7 @@ from flows.stopping import (
     slowest_iteration,
     stop_if_asked,
 )
-from fp8rl import progress
+from fp8rl import machine, progress
 from fp8rl.context import RunContext
 from fp8rl.device import resolve
 from fp8rl.journal import ITERATION
@@ -104,6 +104,7 @@ async def train(
             _say_notes(opened)
             progress.emit(progress.Event("phase", "MLflow and Ray start"))
             tracker.start(may_be_away=opened.resumed)
+            at_the_end.enter_context(tracker.system_metrics())
             context = context.model_copy(update={"mlflow_run": tracker.run_id})
             times.mark("MLflow")
             start_ray()
@@ -141,7 +142,7 @@ async def _train(
 ) -> dict[str, Any]:
     recipe, origin = context.recipe, context.origin
     data = await prepare_data(context, origin)
-    tracker.put_json("data.json", data["output"])
+    tracker.put_inputs(data["output"])
     await warm_start(context, origin)
     times.mark("prompts and first weights")
     learner: list[dict[str, str]] = []
@@ -288,6 +289,8 @@ def _tags(opened: Opened) -> dict[str, str]:
         "fp8rl.arm": recipe.arm or "",
         "fp8rl.recipe_digest": recipe.digest(),
         "fp8rl.seed": str(recipe.seed),
+        "fp8rl.model": recipe.model.title,
+        "fp8rl.commit": machine.commit(),
         "prefect.flow_run_id": str(flow_run.get_id()),
         "prefect.flow_run_name": str(flow_run.get_name()),
     }

@@ -7,7 +7,8 @@ a crash in between pushes it again, which changes nothing. While the server is a
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,15 @@ class Tracker:
                 ) from away
             self._say_away(away)
 
+    def put_inputs(self, prepared: dict[str, Any]) -> None:
+        """Has MLflow show the run's prompts as its data sets. prepared: prepare_data's output.
+
+        Raises as `flush`.
+        """
+        self._queue.state.inputs = prepared
+        self._queue.save()
+        self.put_json("data.json", prepared)
+
     def put_json(self, name: str, content: Any) -> None:
         """Keeps `content` as the artifact `name`, replacing an older one. Raises as `flush`."""
         self.put_text(name, json.dumps(content, indent=1))
@@ -145,6 +155,20 @@ class Tracker:
         self._queue.save()
         return self.flush()
 
+    @contextmanager
+    def system_metrics(self) -> Iterator[None]:
+        """MLflow's own monitor of CPU, memory, disk, network and GPUs, while the block is open; nothing
+        where the recipe does not ask for it. It ends early where the server goes away."""
+        if not self._recipe.tracking.system_metrics or self.run_id is None or self._away:
+            yield
+            return
+        monitor = tracking_server.system_monitor(self.uri, self.run_id)
+        monitor.start()
+        try:
+            yield
+        finally:
+            monitor.finish()
+
     # What is not pushed.
 
     def flush(self) -> bool:
@@ -171,6 +195,8 @@ class Tracker:
             what.append("params")
         if not self._queue.has("tags", values_digest(self._all_tags())):
             what.append("tags")
+        if state.inputs and not self._queue.has("inputs", values_digest(state.inputs)):
+            what.append("data sets")
         artifacts = self._queue.pending_artifacts()
         if artifacts:
             what.append(f"artifacts {', '.join(artifacts)}")
@@ -261,7 +287,7 @@ class Tracker:
         return None
 
     def _push_description(self, client: Any, run: str) -> None:
-        """Params, tags and artifacts."""
+        """Params, tags, data sets and artifacts."""
         queue, params, tags = self._queue, flatten(self._recipe), self._all_tags()
         if not queue.has("params", values_digest(params)):
             tracking_server.push_params(client, run, params)
@@ -269,6 +295,10 @@ class Tracker:
         if not queue.has("tags", values_digest(tags)):
             tracking_server.push_tags(client, run, tags)
             queue.pushed("tags", values_digest(tags))
+        inputs = queue.state.inputs
+        if inputs and not queue.has("inputs", values_digest(inputs)):
+            tracking_server.push_inputs(client, run, inputs)
+            queue.pushed("inputs", values_digest(inputs))
         for name, digest in queue.pending_artifacts().items():
             tracking_server.push_artifact(client, run, queue.path(name), name, queue.is_table(name))
             queue.pushed_artifact(name, digest)

@@ -19,9 +19,10 @@ from fp8rl.journal import StepRecord
 class State:
     """state.json.
 
-    status, reason, ended_ms (Unix ms), tags: what MLflow is to show. rebuild: a new MLflow run is to
-    be made. superseded: MLflow runs that are to be deleted. pushed: what `mlflow_run` has: digests of
-    params, tags and artifacts, the last iteration and its time, the status.
+    status, reason, ended_ms (Unix ms), tags, inputs (of prepare_data): what MLflow is to show. rebuild:
+    a new MLflow run is to be made. superseded: MLflow runs that are to be deleted. pushed: what
+    `mlflow_run` has: digests of params, tags, inputs and artifacts, the last iteration and its time, the
+    status.
     """
 
     mlflow_run: str | None = None
@@ -29,6 +30,7 @@ class State:
     reason: str | None = None
     ended_ms: int | None = None
     tags: dict[str, str] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)
     rebuild: bool = False
     superseded: list[str] = field(default_factory=list)
     pushed: dict[str, Any] = field(default_factory=dict)

@@ -29,6 +29,7 @@ SUPERSEDED_TAG = "fp8rl.superseded_by"
 _TABLES_TAG = "mlflow.loggedArtifacts"  # MLflow's page shows the artifacts named in it as tables
 _PARAM_LIMIT = 6000
 _TAG_LIMIT = 5000
+_NAME_LIMIT, _DIGEST_LIMIT, _SOURCE_LIMIT = 500, 36, 60_000  # of a data set
 _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 
 # By default MLflow tries for minutes where nobody answers.
@@ -291,6 +292,25 @@ def push_tags(client: Any, run: str, tags: dict[str, str]) -> None:
     client.log_batch(run, tags=[RunTag(key, value[:_TAG_LIMIT]) for key, value in tags.items()])
 
 
+def push_inputs(client: Any, run: str, prepared: dict[str, Any]) -> None:
+    """Logs the prompts of both splits as data sets, by prepare_data's output; those that the run has
+    are not logged again."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    there = {one.dataset.digest for one in client.get_run(run).inputs.dataset_inputs}
+    wanted = []
+    for split, context in (("train", "training"), ("val", "validation")):
+        digest = prepared[split]["fingerprint"][:_DIGEST_LIMIT]
+        name = " + ".join(dict.fromkeys(one["source"] for one in prepared["sources"]))
+        profile = json.dumps({"num_rows": prepared[split]["prompts"]})
+        source = json.dumps(prepared["sources"])
+        data = Dataset(name[:_NAME_LIMIT], digest, "fp8rl", source[:_SOURCE_LIMIT], profile=profile)
+        if digest not in there:
+            wanted.append(DatasetInput(data, [InputTag("mlflow.data.context", context)]))
+    if wanted:
+        client.log_inputs(run, wanted)
+
+
 def push_artifact(client: Any, run: str, path: Path, name: str, is_table: bool) -> None:
     """Stores the file as the artifact `name`, replacing an older one."""
     client.log_artifact(run, str(path), name.rpartition("/")[0] or None)
@@ -310,6 +330,15 @@ def push_points(client: Any, run: str, step: int, metrics: dict[str, float], t_m
 
     points = [Metric(name, float(value), t_ms, step) for name, value in metrics.items()]
     client.log_batch(run, metrics=points)
+
+
+def system_monitor(uri: str, run: str) -> Any:
+    """MLflow's monitor of this machine, which logs system/... metrics to the run, after those it has."""
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+    for noisy in ("mlflow.system_metrics", "mlflow.utils.autologging_utils"):
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    return SystemMetricsMonitor(run, resume_logging=True, tracking_uri=uri)
 
 
 def push_status(client: Any, run: str, status: str, reason: str | None, ended_ms: int | None) -> None:

@@ -97,4 +97,5 @@ def source_of(entry: str) -> str:
     """Which of the task's sources a prompt is from, by its entry (JSON), as metrics can name it; empty
     where the task has no sources."""
     label = str(json.loads(entry).get("source", ""))
-    return re.sub(r"[^\w.\- ]", "_", label)
+    # Letters of MLflow's names; a part of dots alone would be another place to it.
+    return re.sub(r"[^A-Za-z0-9_.\- ]", "_", label).strip(".")

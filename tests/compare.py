@@ -12,7 +12,7 @@ from fp8rl.tracking import RUN_ID_TAG, tracking_uri
 
 # What a record says of the run itself, or of the clock.
 _OWN = ("t_ms", "seconds", "run_id")
-_TIMES = ("timing/", "perf/")
+_TIMES = ("timing/", "perf/", "system/")
 
 
 def metrics_of(values: dict[str, float]) -> dict[str, float]:
@@ -90,6 +90,7 @@ def mlflow_points(run: Run) -> dict[str, list[int]]:
     return {
         name: sorted(p.step for p in client.get_metric_history(found[0].info.run_id, name))
         for name in names
+        if not name.startswith("system/")  # of the machine, not of the run
     }
 
 

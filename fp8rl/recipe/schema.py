@@ -5,6 +5,7 @@ stand here; rules that concern several stand in `rules.py`.
 """
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
@@ -108,6 +109,12 @@ class Model(Section):
     @property
     def is_tiny(self) -> bool:
         return not self.named
+
+    @property
+    def title(self) -> str:
+        """What to call it: the name that the recipe gives it, without folders, or "tiny"."""
+        given = self.hub or self.gguf or self.path
+        return "tiny" if given is None else (self.hub or Path(given).name)
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -302,6 +309,8 @@ class Tracking(Section):
     uri: str | None = None
     """MLflow tracking URI. Empty: MLFLOW_TRACKING_URI, else SQLite in the runs folder."""
     experiment: str = "fp8rl"
+    system_metrics: bool = True
+    """Log CPU, memory, disk, network and GPUs of the flow's machine to MLflow, every 10 s."""
 
 
 class Recipe(Section):

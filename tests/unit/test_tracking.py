@@ -167,6 +167,57 @@ def test_one_run_shows_what_the_folder_has(folder):
     assert_each_point_once(tracker, folder)
 
 
+PREPARED = {
+    "train": {"prompts": 120, "fingerprint": "5e" * 32},
+    "val": {"prompts": 64, "fingerprint": "bd" * 32},
+    "sources": [{"source": "chain_sum", "items": 519}, {"source": "own.jsonl", "rows": 3}],
+}
+
+
+def test_prompts_are_shown_as_data_sets_once_each(folder):
+    tracker = tracker_of(folder)
+    tracker.start(may_be_away=False)
+    tracker.put_inputs(PREPARED)
+    assert tracker.pending() == ""
+    (folder / "a run" / "tracking" / "state.json").unlink()  # all is pushed again
+    again = tracker_of(folder)
+    again.start(may_be_away=True)
+    again.put_inputs(PREPARED)
+    inputs = only_run(again).inputs.dataset_inputs
+    found = {one.tags[0].value: one.dataset for one in inputs}
+    assert sorted(found) == ["training", "validation"]
+    assert len(inputs) == 2
+    assert found["training"].name == "chain_sum + own.jsonl"
+    assert found["training"].digest == PREPARED["train"]["fingerprint"][:36]
+    assert json.loads(found["validation"].profile) == {"num_rows": 64}
+    assert json.loads(artifact(again, "data.json")) == PREPARED
+
+
+def test_the_machine_is_measured_while_the_run_goes_on(folder, monkeypatch):
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
+
+    def steps(tracker):
+        name = "system/cpu_utilization_percentage"
+        history = client_of(tracker).get_metric_history(tracker.run_id, name)
+        return sorted(point.step for point in history)
+
+    tracker = tracker_of(folder)
+    tracker.start(may_be_away=False)
+    with tracker.system_metrics():
+        time.sleep(1.0)
+    first = steps(tracker)
+    assert first
+    with tracker.system_metrics():  # a resume goes on
+        time.sleep(1.0)
+    assert len(steps(tracker)) == len(set(steps(tracker))) > len(first)
+    off = tracker_of(folder, recipe_of(folder, tracking=Tracking(system_metrics=False)))
+    off.start(may_be_away=True)
+    before = steps(tracker)
+    with off.system_metrics():
+        time.sleep(0.5)
+    assert steps(tracker) == before
+
+
 def test_artifact_is_replaced(folder):
     tracker = tracker_of(folder)
     tracker.start(may_be_away=False)
