@@ -39,7 +39,8 @@ def measure(folder: Path) -> dict[str, Any]:
     call(
         log,
         *("run", str(CONFIG), f"runs_dir={runs}", "name=bench", "iterations=5"),
-        *("checkpoint.every=5", "evaluate.every=5"),
+        *("checkpoint.every=5", "evaluate.every=5", "evaluate.samples=1", "evaluate.bf16=false"),
+        "task.val_prompts=32",
         planted=[planted],
     )
     run = Run(runs / "bench")

@@ -21,8 +21,8 @@ class State:
 
     status, reason, ended_ms (Unix ms), tags, inputs (of prepare_data): what MLflow is to show. rebuild:
     a new MLflow run is to be made. superseded: MLflow runs that are to be deleted. pushed: what
-    `mlflow_run` has: digests of params, tags, inputs and artifacts, the last iteration and its time, the
-    status.
+    `mlflow_run` has: digests of params, tags, inputs and artifacts, the last iteration and its time,
+    the status.
     """
 
     mlflow_run: str | None = None

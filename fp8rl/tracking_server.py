@@ -333,7 +333,7 @@ def push_points(client: Any, run: str, step: int, metrics: dict[str, float], t_m
 
 
 def system_monitor(uri: str, run: str) -> Any:
-    """MLflow's monitor of this machine, which logs system/... metrics to the run, after those it has."""
+    """MLflow's monitor of this machine, which logs system/... metrics after those that the run has."""
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
     for noisy in ("mlflow.system_metrics", "mlflow.utils.autologging_utils"):

@@ -26,6 +26,7 @@ def finished(runs_dir):
     from flows.training import train
 
     overrides = ["iterations=2", f"runs_dir={runs_dir}", "name=smollm2", "task.val_prompts=8"]
+    overrides += ["evaluate.bf16=false", "evaluate.samples=1"]
     recipe = load_recipe(RECIPE, overrides).recipe
     return recipe, asyncio.run(train(recipe)), Journal(runs_dir / "smollm2")
 
