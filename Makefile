@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Nothing here asks a hub for models or data.
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: setup demo test test-ui test-slow test-kill sync-faults lint bench bench-kv bench-correction bench-resume gpu-check clean
+.PHONY: setup demo test test-ui test-slow test-kill sync-faults lint bench bench-kv bench-correction bench-resume bench-orchestration gpu-check clean
 
 setup:
 	@infra/setup.sh
@@ -46,6 +46,9 @@ bench-correction: setup  ## ways to correct an FP8 rollout, trained side by side
 
 bench-resume: setup  ## what a kill costs on SmolLM2
 	$(BIN)/python -m benchmarks.resume
+
+bench-orchestration: setup  ## what Prefect, MLflow and the journal cost an iteration
+	$(BIN)/python -m benchmarks.orchestration
 
 gpu-check:  ## FP8 products and quantiser on a Hopper card; needs PyTorch, NumPy and this folder only
 	python3 infra/gpu_check.py --out docs/gpu_check.md

@@ -236,15 +236,25 @@ def export(
     out: Annotated[
         Path | None, typer.Option(help="The folder to make; runs/<run>/export/... by default")
     ] = None,
+    log: Annotated[
+        bool, typer.Option("--log-model", help="Log it to MLflow too, as a model (BF16)")
+    ] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Write a run's weights as a Hugging Face checkpoint, with tokenizer and chat template."""
     from fp8rl.export import export as write
+    from fp8rl.logged_model import log_model, require_loggable
 
     with _user_errors(), console.status("writing the checkpoint"):
-        done = write(Run.find(runs_dir.resolve(), name), fmt, version=step, out=out)
+        run = Run.find(runs_dir.resolve(), name)
+        if log:
+            require_loggable(run, fmt)
+        done = write(run, fmt, version=step, out=out)
+        uri = log_model(run, done) if log else ""
     text = f"weights after iteration {done.version} of run {name}, {fmt}: {done.folder}"
     console.print(text, soft_wrap=True, highlight=False)
+    if uri:
+        console.print(f"logged as {uri}: mlflow.transformers.load_model loads it", highlight=False)
     for note in done.notes:
         console.print(f"note: {note}", style="yellow", soft_wrap=True, highlight=False)
 

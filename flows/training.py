@@ -47,6 +47,7 @@ from fp8rl.runs import State
 from fp8rl.tracking import Tracker
 from tasks.causes import first_line
 from tasks.checkpoint import finish_checkpoint, save_before_leaving
+from tasks.log_model import log_final_model
 from tasks.prepare import open_engines, precision_report, prepare_data, warm_start
 from tasks.ray_runtime import release, start_ray
 from tasks.step import with_retries
@@ -173,6 +174,8 @@ async def _train(
     await last_checkpoint(context, recipe.iterations)
     summary = summarise(context.journal)
     summary |= {"run": context.run, "arm": recipe.arm, "mlflow_run": tracker.run_id}
+    if recipe.tracking.log_model:
+        summary["model_uri"] = await log_final_model(context)
     tracker.put_json("summary.json", summary)
     rows = [{"what": key, "value": str(value)} for key, value in summary.items()]
     await acreate_table_artifact(rows, key=_key(context.run, "summary"), description=context.run)

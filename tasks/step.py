@@ -39,7 +39,8 @@ def ran_out_of_memory(context: RunContext) -> bool:
 def step(name: str, inputs: StepInputs) -> Callable[[StepWork], Any]:
     """Makes `work(context, iteration)` the step `name`, which comes from `inputs(context, iteration)`.
 
-    The step returns the committed record as a dict: names, versions, digests and metrics, no data.
+    The step returns the committed record as a dict: names, versions, digests and metrics, no data. Its
+    attribute `work` is the work alone.
     """
 
     def wrap(work: StepWork) -> Any:
@@ -78,6 +79,7 @@ def step(name: str, inputs: StepInputs) -> Callable[[StepWork], Any]:
 
         call.__doc__ = work.__doc__
         call.__name__ = name
+        call.work = work  # type: ignore[attr-defined]
         return call
 
     return wrap

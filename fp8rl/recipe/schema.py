@@ -311,6 +311,8 @@ class Tracking(Section):
     experiment: str = "fp8rl"
     system_metrics: bool = True
     """Log CPU, memory, disk, network and GPUs of the flow's machine to MLflow, every 10 s."""
+    log_model: bool = False
+    """Log the final policy to MLflow as a model that `mlflow.transformers` loads, in BF16."""
 
 
 class Recipe(Section):

@@ -22,6 +22,7 @@ from fp8rl.recipe.rules import RecipeError
 from fp8rl.rollout.options import ENVIRONMENT
 from fp8rl.runs import Run
 from fp8rl.tables import from_parquet
+from fp8rl.tracking import tracking_uri
 
 pytestmark = pytest.mark.pipeline
 
@@ -63,6 +64,32 @@ def run_scores(run, sequences):
     learner = Learner(run.folder / "model", run.recipe)
     learner.restore(checkpoint_folder(run.folder, LAST))
     return torch.tensor([v for row in learner.score(sequences, version=LAST) for v in row])
+
+
+def test_the_logged_model_is_the_export(run_arm, tmp_path):
+    import mlflow
+    from mlflow import MlflowClient
+
+    run = run_of(run_arm, "bf16")
+    out = tmp_path / "policy"
+    words = ["export", run.name, "--out", str(out), "--log-model", "--runs-dir", str(run.folder.parent)]
+    refused = CliRunner().invoke(app, [*words, "--format", "fp8"])
+    assert refused.exit_code == 2
+    assert not out.exists()
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    uri = next(word for word in done.output.split() if word.startswith("models:/")).rstrip(":")
+    mlflow.set_tracking_uri(tracking_uri(run.recipe))
+    held = mlflow.transformers.load_model(uri, return_type="components")
+    wanted = load_file(out / "model.safetensors")
+    found = held["model"].state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    val = read_prompts(run.folder / "data", "val")
+    assert held["tokenizer"](val["question"][0]).input_ids == val["prompt_tokens"][0]
+    mlflow_run = run_arm("bf16").summary["mlflow_run"]
+    (output,) = MlflowClient().get_run(mlflow_run).outputs.model_outputs
+    assert (f"models:/{output.model_id}", output.step) == (uri, LAST)
+    assert MlflowClient().get_run(mlflow_run).info.status == "FINISHED"
 
 
 def test_the_bf16_export_answers_as_the_run_did(run_arm, tmp_path):
