@@ -15,7 +15,7 @@ from fp8rl.recipe.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, P
 from fp8rl.recipe.data import Source, TooLong, Val
 from fp8rl.recipe.guard import Guard
 from fp8rl.recipe.objective import Correction, Objective
-from fp8rl.recipe.reward import DEFAULT_REWARDS, AnyVerifier, RewardLimits
+from fp8rl.recipe.reward import DEFAULT_REWARDS, AnyVerifier, RewardLimits, are_default
 
 _NOT_NUMBERS = {
     *("name", "arm", "runs_dir", "tracking", "step_timeout_s"),
@@ -150,7 +150,7 @@ class Task(Section):
     reward_path: tuple[str, ...] = ()
     """Folders of the modules that rewards of kind function may name."""
     reward_limits: RewardLimits = RewardLimits()
-    """For rewards that run in worker processes: math_verify, format, function."""
+    """For rewards that run in worker processes: math_verify, format, function, often task."""
 
     @model_validator(mode="before")
     @classmethod
@@ -374,7 +374,7 @@ class Recipe(Section):
         """The values without the keys `exclude`, and without rewards where they are the default ones:
         a run that was begun before there were others is still the same run."""
         values = self.model_dump(mode="json", exclude=exclude)
-        if self.task.rewards == DEFAULT_REWARDS:
+        if are_default(self.task.rewards):
             _drop_rewards(values)
         return values
 
