@@ -90,9 +90,13 @@ def _say(event: progress.Event) -> None:
 @app.command()
 def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Check a recipe and every combination in it, without starting anything."""
+    from fp8rl.reward.isolation import places  # which imports the generators
+
     with _user_errors():
         loaded = _checked(recipe, overrides)
     console.print(f"{recipe}: valid (digest {loaded.recipe.digest()[:12]})", highlight=False)
+    for name, place in places(loaded.recipe.task).items():
+        console.print(f"reward {name}: {place}", soft_wrap=True, highlight=False)
     for warning in warnings(loaded.recipe):
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False)
 

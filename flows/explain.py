@@ -9,10 +9,12 @@ from fp8rl.model.precision import make_plan
 from fp8rl.model.source import describe_model, model_dims
 from fp8rl.recipe.load import LoadedRecipe, flatten
 from fp8rl.recipe.rules import plan_rules, warnings
+from fp8rl.reward.isolation import places
 
 
 def explain(loaded: LoadedRecipe, console: Console) -> None:
-    """Prints every value and its origin, the backend of each part, and the precision plan."""
+    """Prints every value and its origin, the backend of each part, where each reward runs, and the
+    precision plan."""
     recipe = loaded.recipe
     values = Table(title=f"Recipe {loaded.path} (digest {recipe.digest()[:12]})", title_justify="left")
     for heading in ("key", "value", "from"):
@@ -29,6 +31,13 @@ def explain(loaded: LoadedRecipe, console: Console) -> None:
     for name, value in describe_model(recipe).items():
         parts.add_row(f"model: {name}", str(value))
     console.print(parts)
+
+    rewards = Table(title="Rewards", title_justify="left")
+    for heading in ("reward", "kind", "weight", "runs"):
+        rewards.add_column(heading, overflow="fold")
+    for verifier, place in zip(recipe.task.rewards, places(recipe.task).values(), strict=True):
+        rewards.add_row(verifier.title, verifier.kind, f"{verifier.weight:g}", place)
+    console.print(rewards)
 
     dims = model_dims(recipe)
     precision = recipe.precision

@@ -20,9 +20,10 @@ from typing import Any
 from fp8rl import checkpoints
 from fp8rl.files import put_in_place
 from fp8rl.model.dims import ModelDims, read_dims
+from fp8rl.model.names import name_table
 from fp8rl.model.precision import Decision, Format, PlanRules, make_plan
 from fp8rl.model.source import model_folder
-from fp8rl.numerics.formats import Scaling, Scheme
+from fp8rl.numerics.formats import BLOCK, Scaling, Scheme
 from fp8rl.recipe.rules import RecipeError, plan_rules, rollout_fp8
 from fp8rl.recipe.schema import Linear
 from fp8rl.rollout.cuda_config import quantization_config, unequal_grids
@@ -101,13 +102,37 @@ def export(
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
-    notes = unequal_grids(dims, plan)
-    if notes:
-        notes = [
-            f"vLLM's own FP8 loader refuses {len(notes)} of its tensors, as {notes[0]}; transformers "
-            "and fp8rl read them. For vLLM export with --format bf16"
-        ]
-    return Exported(folder, version, notes)
+    return Exported(folder, version, _notes(dims, plan))
+
+
+def _notes(dims: ModelDims, plan: Mapping[str, Decision]) -> list[str]:
+    notes = []
+    if refused := unequal_grids(dims, plan):
+        notes.append(
+            f"vLLM's own FP8 loader refuses {len(refused)} of its tensors, as {refused[0]}. For vLLM "
+            "export with --format bf16"
+        )
+    if misread := partial_blocks(dims, plan):
+        notes.append(
+            f"transformers without a GPU misreads or refuses {len(misread)} of its tensors, as "
+            f"{misread[0]}: it takes blocks of equal size. There use --format bf16"
+        )
+    return notes
+
+
+def partial_blocks(dims: ModelDims, plan: Mapping[str, Decision]) -> list[str]:
+    """FP8 tensors with several blocks along a side of which the last is not whole; each with its shape.
+
+    transformers' Fp8Dequantize divides a side by its number of scales: of 192 rows with two scales it
+    takes 96 for each, where the format means 128 and 64.
+    """
+    return [
+        f"{name} ({rows} x {slot.columns})"
+        for slot in name_table(dims)
+        for name, rows in zip(slot.hf, slot.rows, strict=True)
+        if slot.columns is not None and plan[name].format.is_fp8
+        if any(size > BLOCK and size % BLOCK for size in (rows, slot.columns))
+    ]
 
 
 def _checkpoint(run: Run, version: int | None) -> checkpoints.Checkpoint:

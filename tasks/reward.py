@@ -4,7 +4,7 @@ import statistics
 from typing import Any
 
 from fp8rl.context import RunContext
-from fp8rl.recipe.reward import DEFAULT_REWARDS, TaskVerifier, Verifier
+from fp8rl.recipe.reward import TaskVerifier, Verifier, are_default
 from fp8rl.recipe.schema import Task
 from fp8rl.reward.functions import FunctionSource, function_sources
 from fp8rl.reward.verdict import Status
@@ -59,27 +59,37 @@ def score_columns(task: Task, rows: list[_Row]) -> dict[str, list[Any]]:
         raise RuntimeError(f"the verifier of {what} failed on every sample; first: {rows[0][0][2]}")
     columns: dict[str, list[Any]] = {}
     suffixes = ["", *(f"_{verifier.title}" for verifier in task.rewards)]
-    for place, suffix in enumerate(suffixes if task.rewards != DEFAULT_REWARDS else [""]):
+    for place, suffix in enumerate([""] if are_default(task.rewards) else suffixes):
         for part, column in enumerate(("reward", "status", "detail")):
             columns[column + suffix] = [row[place][part] for row in rows]
     return columns
 
 
 def status_shares(statuses: list[str], verifier: Verifier) -> dict[str, float]:
-    """Share of the completions in each status that `verifier` can give, by its name."""
+    """Share of the completions in each status that `verifier` can give, by its name. Of one whose
+    `isolate` is left open timeouts are told where there are some: see `settled_rewards`."""
     from fp8rl.reward.score import count_statuses
 
-    counts = count_statuses(statuses, timeouts=verifier.in_worker)
+    timeouts = bool(verifier.isolation) or Status.TIMEOUT in statuses
+    counts = count_statuses(statuses, timeouts=timeouts)
     return {name: count / len(statuses) for name, count in counts.items()}
+
+
+def settled_rewards(task: Task) -> tuple[Verifier, ...]:
+    """The rewards of `task`, each of which knows whether it runs in a worker process."""
+    from fp8rl.reward.isolation import settled
+
+    return settled(task).rewards
 
 
 def reward_metrics(task: Task, scores: dict[str, list[Any]]) -> dict[str, float]:
     """Shares of the first verifier's statuses, which are the samples', by status. With other rewards
     than the task's own also <name>_mean (unweighted) and <name>_<status> of each."""
-    metrics = status_shares(scores["status"], task.rewards[0])
-    if task.rewards == DEFAULT_REWARDS:
+    rewards = settled_rewards(task)
+    metrics = status_shares(scores["status"], rewards[0])
+    if are_default(task.rewards):
         return metrics
-    for verifier in task.rewards:
+    for verifier in rewards:
         name = verifier.title
         metrics[f"{name}_mean"] = statistics.fmean(scores[f"reward_{name}"])
         shares = status_shares(scores[f"status_{name}"], verifier)

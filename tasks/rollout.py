@@ -23,7 +23,7 @@ from fp8rl.tables import from_parquet, to_parquet
 from tasks.ensure import ensure_engine
 from tasks.inputs import functions_inputs, has_fp8_kv, in_bf16, prompts_digest, weights_inputs
 from tasks.ray_runtime import wait
-from tasks.reward import score, status_shares
+from tasks.reward import score, settled_rewards, status_shares
 from tasks.step import step
 
 
@@ -96,7 +96,7 @@ async def sample(context: RunContext, iteration: int) -> tuple[dict[str, bytes],
         }
         output["next_batch"] = first_batch(context, iteration) + len(drawn.columns)
         statuses = [status for scores in drawn.scores for status in scores["status"]]
-        shares = status_shares(statuses, context.recipe.task.rewards[0])
+        shares = status_shares(statuses, settled_rewards(context.recipe.task)[0])
         failed = {name: share for name, share in shares.items() if Status(name).is_failure}
         metrics |= selection.metrics
         metrics |= {f"rollout/{name}_drawn": share for name, share in failed.items()}

@@ -39,13 +39,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def hf_family(family: str, seed: int = 0) -> Any:
+def hf_family(family: str, seed: int = 0, **sizes: int) -> Any:
     """transformers' own model with random weights: matrices that attention can tell apart, norms around
-    1, biases that matter. FP32, eager attention."""
+    1, biases that matter. FP32, eager attention. sizes: values of the config that differ."""
     import transformers
 
     name, values = FAMILIES[family]
-    config = getattr(transformers, name)(**_COMMON | values, attn_implementation="eager")
+    config = getattr(transformers, name)(**_COMMON | values | sizes, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     for key, parameter in model.named_parameters():
@@ -56,8 +56,8 @@ def hf_family(family: str, seed: int = 0) -> Any:
     return model
 
 
-def write_family(family: str, folder: Path, seed: int = 0) -> Path:
+def write_family(family: str, folder: Path, seed: int = 0, **sizes: int) -> Path:
     """A folder as `save_pretrained` makes it, with the tiny model's character tokenizer."""
     write_tiny_model(TinyModel(), folder)
-    hf_family(family, seed).save_pretrained(folder)
+    hf_family(family, seed, **sizes).save_pretrained(folder)
     return folder

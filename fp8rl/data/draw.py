@@ -147,9 +147,9 @@ class _Draw:
     def _stock(self, number: int, named: Named, split: str) -> _Stock:
         if named.source.is_generator:
             return _Stock(named, number, None, [])
-        how, scratch = self.task.extract, self.folder / f"{split}-{number}.arrow"
+        scratch = self.folder / f"{split}-{number}.arrow"
         pool = load_pool(
-            named.source, named.title, named.key, scratch, lambda answer: is_left_whole(how, answer)
+            named.source, named.title, named.key, scratch, lambda answer: is_usable(self.task, answer)
         )
         order = list(range(len(pool.rows)))
         Random(f"{self.seed}/{split} source/{number}").shuffle(order)
@@ -236,10 +236,12 @@ def _told(stocks: list[_Stock]) -> str:
     return ", ".join(str(one) for one in drops if one.reasons) or "none"
 
 
-def is_left_whole(how: Extract, answer: str) -> bool:
-    """Whether what task.extract makes of a reference answer is still that answer: else a completion
-    that says the answer would not be scored as right."""
-    found = extract(how, answer)
+def is_usable(task: Task, answer: str) -> bool:
+    """Whether a completion that says a reference answer can be scored as right: where a reward sees
+    what task.extract takes, that must still be the answer."""
+    if not any(verifier.sees_extract for verifier in task.rewards):
+        return True
+    found = extract(task.extract, answer)
     return found is not None and found.strip() == (
-        answer.strip() if how is Extract.WHOLE else answer.strip().replace(",", "")
+        answer.strip() if task.extract is Extract.WHOLE else answer.strip().replace(",", "")
     )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ MAX_LINE = 64 * 2**20
 MAX_JSON = 512 * 2**20
 """Bytes of a file that is one JSON array, which is read as a whole."""
 _BATCH = 1000
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 # Which of a table's columns to read; raises where one that is wanted is not among them.
 Choose = Callable[[list[str]], list[str]]
@@ -73,20 +75,22 @@ def read_file(path: Path, key: str, choose: Choose) -> Rows:
 def read_hub(
     source: Source, config: str | None, key: str, choose: Choose
 ) -> tuple[Rows, dict[str, Any]]:
-    """The rows of a hub data set, and what identifies them: their number and fingerprint.
+    """The rows of a hub data set, and what identifies them: their number, fingerprint and, where
+    `datasets` tells it, the commit.
 
-    Raises RecipeError where it cannot be loaded.
+    Raises RecipeError where it cannot be loaded, or is not of the source's revision.
     """
     import datasets
 
     name, split = str(source.hub), source.split or "train"
     if Path(name).exists():  # load_dataset would take that instead, without a word
         raise RecipeError(f"{key}.hub: {name} is a folder or file here. Name it as {key}.path")
+    wanted = None if source.revision is None else _commit(name, source.revision, key)
     try:
-        table = datasets.load_dataset(name, config, split=split)
+        table = datasets.load_dataset(name, config, split=split, revision=wanted)
     except Exception as error:  # of many libraries, and of the data set itself
         what = f"{name} ({config or 'default'}, split {split})"
-        told = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        told = _first_line(error)
         if is_offline():
             raise RecipeError(
                 f"{key}.hub: {what} could not be loaded: {told}. HF_HUB_OFFLINE is set, so only the "
@@ -94,9 +98,43 @@ def read_hub(
                 f"local copy: path, with columns_of: {name}"
             ) from None
         raise RecipeError(f"{key}.hub: {what} could not be loaded: {told}") from None
+    commit = _loaded_commit(table)
+    if wanted not in (None, commit):  # where the hub does not answer `datasets` takes what it has
+        raise RecipeError(
+            f"{key}.revision: {name} is to be of commit {wanted}, and what `datasets` found in the "
+            f"cache of this machine is of commit {commit or 'unknown'}. Load it once with the hub in "
+            "reach, or name another revision"
+        )
     table = table.select_columns(choose(table.column_names))
-    about = {"hub": {"rows": len(table), "fingerprint": table._fingerprint}}
-    return _batches(table.with_format("arrow").iter(_BATCH), f"{key}: {name}"), about
+    about = {"rows": len(table), "fingerprint": table._fingerprint}
+    about |= {} if commit is None else {"commit": commit}
+    return _batches(table.with_format("arrow").iter(_BATCH), f"{key}: {name}"), {"hub": about}
+
+
+def _commit(name: str, revision: str, key: str) -> str:
+    """The commit that `revision` of a hub data set is. Raises RecipeError where it cannot be told."""
+    if _COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub import HfApi
+
+    try:
+        return str(HfApi().dataset_info(name, revision=revision).sha)
+    except Exception as error:
+        raise RecipeError(
+            f"{key}.revision: which commit {revision!r} of {name} is, the hub does not say: "
+            f"{_first_line(error)}. Name the commit itself, its 40 digits"
+        ) from None
+
+
+def _loaded_commit(table: Any) -> str | None:
+    """The commit of a hub data set: the name of the folder in which `datasets` keeps its files."""
+    names = {Path(file["filename"]).parent.name for file in table.cache_files}
+    name = names.pop() if len(names) == 1 else ""
+    return name if _COMMIT.fullmatch(name) else None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def is_offline() -> bool:
@@ -106,10 +144,9 @@ def is_offline() -> bool:
 
 def _damaged(path: Path, key: str, error: Exception) -> RecipeError:
     kind = {".parquet": "Parquet", ".arrow": "Arrow"}.get(path.suffix, "JSON")
-    told = str(error).strip().splitlines()
     return RecipeError(
-        f"{key}: {path} is not readable as {kind}: {told[0] if told else type(error).__name__}. Write "
-        "it again, or name another"
+        f"{key}: {path} is not readable as {kind}: {_first_line(error)}. Write it again, or name "
+        "another"
     )
 
 

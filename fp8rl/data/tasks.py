@@ -32,16 +32,7 @@ def make_generator(
 
     Raises RecipeError for an unknown name or option, or an option value that the generator refuses.
     """
-    import reasoning_gym  # noqa: F401  registers its own tasks
-
-    _register()
-    if task.name not in gym.DATASETS:
-        from difflib import get_close_matches
-
-        near = get_close_matches(str(task.name), gym.DATASETS, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "see reasoning-gym for the names"
-        raise RecipeError(f"{key}.name: no task {task.name!r}; {hint}")
-    _, config_cls = gym.DATASETS[task.name]
+    _, config_cls = _registered(task.name, key)
     known = {field.name for field in fields(config_cls)} - {"seed", "size"}
     unknown = sorted(set(task.options) - known)
     if unknown:
@@ -53,6 +44,30 @@ def make_generator(
         return gym.create_dataset(task.name, seed=seed, size=size, **task.options)
     except (AssertionError, ValueError, TypeError) as error:
         raise RecipeError(f"{key}.options: {task.name} refuses {task.options}: {error}") from None
+
+
+def _registered(name: str | None, key: str) -> tuple[type[ProceduralDataset], type]:
+    """The classes of a generator and of its options. Raises RecipeError for an unknown name."""
+    import reasoning_gym  # noqa: F401  registers its own tasks
+
+    _register()
+    if name not in gym.DATASETS:
+        from difflib import get_close_matches
+
+        near = get_close_matches(str(name), gym.DATASETS, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "see reasoning-gym for the names"
+        raise RecipeError(f"{key}.name: no task {name!r}; {hint}")
+    return gym.DATASETS[name]
+
+
+def compares_text(name: str | None, key: str = "task") -> bool:
+    """Whether the scorer of a generator only compares text, in time linear in it: that of
+    reasoning-gym's base class, or ours. Scorers of its tasks' own parse, compute and `eval` what a
+    completion says; those that do not are not told apart. Raises RecipeError for an unknown name.
+    """
+    generator, _ = _registered(name, key)
+    own = (ProceduralDataset.score_answer, rd.ReverseDigitsDataset.score_answer)
+    return generator.score_answer in own
 
 
 def build_prompts(task: Task, seed: int) -> "tuple[Dataset, Dataset]":
@@ -80,7 +95,8 @@ def require_scorable(
     entry = generator[0]
     if not isinstance(entry["answer"], str):
         raise RecipeError(f"{key}.name: {name} gives no text as its answer, which a prompt needs")
-    answer = extract(task.extract, entry["answer"])
+    sees_extract = any(verifier.sees_extract for verifier in task.rewards)
+    answer = extract(task.extract, entry["answer"]) if sees_extract else entry["answer"]
     try:
         kept = json.loads(json.dumps(entry))
         before = generator.score_answer(entry["answer"], entry)

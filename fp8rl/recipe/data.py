@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from fp8rl.recipe.base import PositiveFloat, Section
 
@@ -53,12 +53,22 @@ class Source(Section):
     """Configuration of the hub's data set. Empty: that of its shipped columns, or its only one."""
     split: Name | None = None
     """Split of the hub's data set. Empty: train."""
+    revision: Name | None = None
+    """Of the hub's data set: a commit, which pins it, or a tag or branch. Empty: as it is now."""
     columns: Columns | None = None
     """Empty: the columns shipped for the hub's data set, else question and answer."""
     columns_of: Name | None = None
     """Instead of columns: those shipped for this hub data set. For a local copy of it."""
     weight: PositiveFloat = 1.0
     """Share of the prompts, relative to the other sources' weights."""
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without a `revision` that says nothing: runs from before there was one keep their digest."""
+        values: dict[str, Any] = write(self)
+        if self.revision is None:
+            values.pop("revision", None)
+        return values
 
     @property
     def is_generator(self) -> bool:

@@ -52,9 +52,9 @@ def _source(key: str, source: Source, *, chat: bool) -> Iterator[Problem]:
     allowed = {
         "name": ("options",),
         "path": ("columns", "columns_of"),
-        "hub": ("columns", "columns_of", "config", "split"),
+        "hub": ("columns", "columns_of", "config", "split", "revision"),
     }
-    for other in ("options", "columns", "columns_of", "config", "split"):
+    for other in ("options", "columns", "columns_of", "config", "split", "revision"):
         if getattr(source, other) and other not in allowed[kind]:
             owner = " or ".join(of for of, keys in allowed.items() if other in keys)
             yield (f"{key}.{other}",), f"it belongs to a source with {owner}, and this has {kind}"

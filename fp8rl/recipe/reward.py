@@ -29,8 +29,14 @@ class Verifier(Section):
         return self.name or self.kind
 
     @property
-    def in_worker(self) -> bool:
-        """Whether it runs in a worker process, under task.reward_limits."""
+    def isolation(self) -> bool | None:
+        """Whether it runs in a worker process, under task.reward_limits. None: as the task is, which
+        fp8rl/reward/isolation.py says."""
+        return False
+
+    @property
+    def sees_extract(self) -> bool:
+        """Whether it scores what task.extract takes of a completion. Else the whole of it."""
         return False
 
 
@@ -38,20 +44,28 @@ class TaskVerifier(Verifier):
     """The scorer that comes with the task."""
 
     kind: Literal["task"] = "task"
-    isolate: bool = False
-    """Run it in a worker process. Say yes for a task whose scorer computes what the completion says
-    (countdown, puzzle24, polynomial_multiplication, simple_integration and others): `9**9**9` would
-    hang the step otherwise."""
+    isolate: bool | None = None
+    """Run it in a worker process. Empty: if it may take any time, as those of countdown and others do,
+    which compute what the completion says (`9**9**9`); not if it only compares text. false: never, so
+    that one completion can hang the step."""
 
     @property
-    def in_worker(self) -> bool:
+    def isolation(self) -> bool | None:
         return self.isolate
+
+    @property
+    def sees_extract(self) -> bool:
+        return True
 
 
 class ExactVerifier(Verifier):
     """1 where the text is the reference answer, white space at the ends and its amount aside."""
 
     kind: Literal["exact"] = "exact"
+
+    @property
+    def sees_extract(self) -> bool:
+        return True
 
 
 class NumericVerifier(Verifier):
@@ -61,6 +75,10 @@ class NumericVerifier(Verifier):
     absolute: NonNegativeFloat = 0.0
     relative: NonNegativeFloat = 0.0
 
+    @property
+    def sees_extract(self) -> bool:
+        return True
+
 
 class MathVerifier(Verifier):
     """1 where the library math-verify finds the text equal to the reference answer."""
@@ -68,7 +86,11 @@ class MathVerifier(Verifier):
     kind: Literal["math_verify"] = "math_verify"
 
     @property
-    def in_worker(self) -> bool:
+    def isolation(self) -> bool | None:
+        return True
+
+    @property
+    def sees_extract(self) -> bool:
         return True
 
 
@@ -81,7 +103,7 @@ class FormatVerifier(Verifier):
     line ends too."""
 
     @property
-    def in_worker(self) -> bool:
+    def isolation(self) -> bool | None:
         return True
 
     @field_validator("pattern")
@@ -111,7 +133,7 @@ class FunctionVerifier(Verifier):
     """module:function, for example my_rewards:score. The module is a file below task.reward_path."""
 
     @property
-    def in_worker(self) -> bool:
+    def isolation(self) -> bool | None:
         return True
 
 
@@ -137,3 +159,11 @@ class RewardLimits(Section):
 
 
 DEFAULT_REWARDS = (TaskVerifier(),)
+# As the default was written into the recipes of runs when `isolate` had two values.
+_FORMER_DEFAULT = (TaskVerifier(isolate=False),)
+
+
+def are_default(rewards: tuple[Verifier, ...]) -> bool:
+    """Whether `rewards` are the default: such runs are told apart, and their tables and metrics named,
+    as before there were others."""
+    return rewards in (DEFAULT_REWARDS, _FORMER_DEFAULT)

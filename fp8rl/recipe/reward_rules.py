@@ -52,6 +52,6 @@ def reward_warnings(task: Task) -> list[str]:
     found = []
     if task.reward_path and not any(isinstance(v, FunctionVerifier) for v in task.rewards):
         found.append("task.reward_path has no effect: no reward is of kind function")
-    if task.reward_limits != RewardLimits() and not any(v.in_worker for v in task.rewards):
+    if task.reward_limits != RewardLimits() and not any(v.isolation is not False for v in task.rewards):
         found.append("task.reward_limits has no effect: no reward runs in a worker process")
     return found

@@ -165,7 +165,7 @@ class Task(Section):
     reward_path: tuple[str, ...] = ()
     """Folders of the modules that rewards of kind function may name."""
     reward_limits: RewardLimits = RewardLimits()
-    """For rewards that run in worker processes: math_verify, format, function."""
+    """For rewards that run in worker processes: math_verify, format, function, often task."""
 
     @model_validator(mode="before")
     @classmethod

@@ -18,13 +18,12 @@ from fp8rl.recipe.rules import RecipeError
 from fp8rl.recipe.schema import Task
 from fp8rl.reward.extract import extract
 from fp8rl.reward.functions import FunctionSource, function_sources
+from fp8rl.reward.isolation import settled
 from fp8rl.reward.own import OwnScorers
 from fp8rl.reward.verdict import Status, Verdict
 from fp8rl.reward.verifiers import as_reward, exact, length, numeric
 from fp8rl.reward.workers import Worker, WorkerStartError, shared_worker
 
-# These score what task.extract takes of a completion; the others the whole of it.
-_OF_EXTRACT = (TaskVerifier, ExactVerifier, NumericVerifier, MathVerifier)
 # These are right about the reference answer itself, or can be used for nothing.
 _KNOW_THE_ANSWER = (ExactVerifier, NumericVerifier, MathVerifier)
 
@@ -39,9 +38,9 @@ class Score(Verdict):
 
 class _Scorer:
     def __init__(self, task: Task, worker: Worker | None) -> None:
-        """worker: for the rewards that run in one; None where no reward does."""
+        """task: of `settled`. worker: for the rewards that run in one; None where no reward does."""
         self._task, self._worker = task, worker
-        inside = any(isinstance(v, TaskVerifier) and not v.in_worker for v in task.rewards)
+        inside = any(isinstance(v, TaskVerifier) and not v.isolation for v in task.rewards)
         self._own = OwnScorers(task) if inside else None
 
     def score(self, completion: str, entry: str) -> Score:
@@ -65,11 +64,11 @@ class _Scorer:
         self, index: int, verifier: AnyVerifier, given: dict[str, Any], item: dict[str, Any]
     ) -> Verdict:
         text, answer = given["text"], given["answer"]
-        if text is None and isinstance(verifier, _OF_EXTRACT):
+        if text is None and verifier.sees_extract:
             return Verdict.without_score(Status.UNPARSABLE, "nothing to score in the completion")
         if answer is None and not isinstance(verifier, TaskVerifier | LengthVerifier):
             return Verdict.without_score(Status.ERROR, "the prompt has no reference answer")
-        if verifier.in_worker:
+        if verifier.isolation:
             assert self._worker is not None
             return self._worker.score(index, given)
         try:
@@ -103,6 +102,7 @@ def score_all(
     reason, and is counted by the caller; it never stops the batch. Raises RecipeError as
     `function_sources`, and WorkerStartError where a worker process cannot be had.
     """
+    task = settled(task)
     if functions is None:
         functions = function_sources(task)
     worker = shared_worker(task, functions) if _needs_worker(task) else None
@@ -118,6 +118,7 @@ def require_rewards(task: Task, items: Mapping[str, dict[str, Any]]) -> None:
     answers. The user's code runs in a worker process only.
     """
     functions = function_sources(task)
+    task = settled(task)
     with Worker(task, functions) as worker:
         if _needs_worker(task):
             try:
@@ -147,7 +148,7 @@ def _require_right(
 
 
 def _needs_worker(task: Task) -> bool:
-    return any(verifier.in_worker for verifier in task.rewards)
+    return any(verifier.isolation for verifier in task.rewards)
 
 
 def count_statuses(statuses: list[str], *, timeouts: bool = False) -> dict[str, int]:

@@ -50,7 +50,7 @@ def _scorers(start: dict[str, Any]) -> dict[int, _Scorer]:
     sources = {name: _source(given) for name, given in start["functions"].items()}
     scorers: dict[int, _Scorer] = {}
     for index, verifier in enumerate(task.rewards):
-        if not verifier.in_worker:
+        if not verifier.isolation:
             continue
         if isinstance(verifier, MathVerifier):
             scorers[index] = _math_scorer()

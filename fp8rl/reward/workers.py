@@ -50,7 +50,7 @@ class Worker:
     """
 
     def __init__(self, task: Task, functions: Mapping[str, FunctionSource]) -> None:
-        """functions: of `function_sources`."""
+        """task: of `settled`. functions: of `function_sources`."""
         self._start_message = {
             "task": task.model_dump(mode="json"),
             "functions": {name: _as_json(source) for name, source in functions.items()},

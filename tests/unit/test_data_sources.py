@@ -18,7 +18,7 @@ from fp8rl.context import RunContext
 from fp8rl.data import records
 from fp8rl.data.columns import SHIPPED
 from fp8rl.data.cursor import draws_allowed, train_prompts
-from fp8rl.data.draw import Length, draw_prompts, is_left_whole
+from fp8rl.data.draw import Length, draw_prompts, is_usable
 from fp8rl.data.fingerprint import left_out, read_digests, require_unchanged, source_digests
 from fp8rl.data.prepare import prepare_data, read_prompts
 from fp8rl.device import settled
@@ -29,7 +29,7 @@ from fp8rl.preflight import require_runnable
 from fp8rl.recipe.data import Columns, Source, TooLong, shares
 from fp8rl.recipe.load import load_recipe, with_overrides
 from fp8rl.recipe.rules import RecipeError
-from fp8rl.recipe.schema import Extract, Recipe, Rollout, Task, TinyModel
+from fp8rl.recipe.schema import Recipe, Rollout, Task, TinyModel
 from fp8rl.reward.score import Status, score_all
 from tasks import prepare
 from tests.folders import held, make_run, replace_file
@@ -180,10 +180,13 @@ def test_look_alikes_are_read_with_the_shipped_columns(tmp_path, name, kind):
     assert report["files"] == {str(path): file_sha256(path)}
 
 
+CACHED = "a" * 40
+
+
 @pytest.fixture
 def hub_cache(tmp_path, monkeypatch):
     """GSM8K's look-alike in a cache of the hub, as `datasets` leaves it."""
-    folder = tmp_path / "cache" / "openai___gsm8k" / "main" / "0.0.0" / ("a" * 40)
+    folder = tmp_path / "cache" / "openai___gsm8k" / "main" / "0.0.0" / CACHED
     folder.mkdir(parents=True)
     splits = datasets.splits.SplitDict()
     for split, first in (("train", 0), ("test", 10)):
@@ -212,6 +215,7 @@ def test_a_hub_data_set_is_read_from_the_cache(hub_cache):
     labels = [json.loads(rows[0]["entry"])["source"] for rows in (prompts.train, prompts.val)]
     assert labels == ["openai/gsm8k", "openai/gsm8k#2"]
     assert prompts.sources[0]["hub"]["rows"] == 4
+    assert prompts.sources[0]["hub"]["commit"] == CACHED
     verdict = score_all(task, ["10"], [next(r for r in prompts.val if r["answer"] == "10")["entry"]])[0]
     assert verdict.status is Status.OK
 
@@ -227,6 +231,38 @@ def test_a_hub_data_set_is_read_from_the_cache(hub_cache):
 def test_a_hub_data_set_that_is_not_in_the_cache_says_what_to_do(hub_cache, source, message):
     with pytest.raises(RecipeError, match=rf"(?s)task\.sources\[0\]\.hub: .*{message}"):
         draw_prompts(task_of(source), 0)
+
+
+def test_a_revision_is_the_commit_that_is_read_or_an_error(hub_cache, monkeypatch):
+    def read(revision):
+        return draw_prompts(task_of(Source(hub="openai/gsm8k", revision=revision)), 0).sources[0]
+
+    assert read(CACHED)["hub"]["commit"] == CACHED
+    # Without the hub `datasets` takes what is in the cache, whatever commit it is asked for.
+    key = r"task\.sources\[0\]\.revision: "
+    with pytest.raises(RecipeError, match=f"{key}.* of commit {'b' * 40}, and .* of commit {CACHED}"):
+        read("b" * 40)
+    # What a name means only the hub can say.
+    with pytest.raises(RecipeError, match=f"{key}which commit 'v1' of openai/gsm8k is.*40 digits"):
+        read("v1")
+
+    asked = []
+
+    def load_dataset(name, config, *, split, revision):
+        asked.append((name, config, split, revision))
+        return cached(name, config, split=split, revision=revision)
+
+    cached = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    read(CACHED)
+    assert asked == [("openai/gsm8k", "main", "train", CACHED)]
+
+
+def test_a_source_without_a_revision_is_written_as_before_there_was_one():
+    plain, pinned = Source(hub="a/b"), Source(hub="a/b", revision="v1")
+    assert "revision" not in plain.model_dump()
+    assert pinned.model_dump() == {**plain.model_dump(), "revision": "v1"}
+    assert Source.model_validate(pinned.model_dump()) == pinned
 
 
 def test_a_folder_does_not_stand_in_for_a_hub_data_set(tmp_path, monkeypatch):
@@ -391,10 +427,35 @@ def test_answers_that_extraction_would_lose_are_left_out(tmp_path):
         1.0,
         0.0,
     ]
-    assert is_left_whole(Extract.WHOLE, " anything ")
+    assert is_usable(Task(), " anything ")
     path = jsonl(tmp_path / "b.jsonl", [{"question": "a?", "answer": "b"}])
     with pytest.raises(RecipeError, match=r"none of the 1 rows of b.jsonl can be used: 1 answers that"):
         draw_prompts(task_of(path, extract="last_number"), 0)
+
+
+WITHOUT_EXTRACT = (
+    {"kind": "format", "pattern": ".*"},
+    {"kind": "length", "max_chars": 9},
+    {"kind": "function", "function": "mine:score"},
+)
+
+
+@pytest.mark.parametrize("kind", ["task", "exact", "numeric", "math_verify", None])
+def test_answers_are_left_out_only_for_rewards_that_see_the_extracted_text(tmp_path, kind):
+    rows = [{"question": f"{n}?", "answer": a} for n, a in enumerate(["12", "7", "\\frac{1}{2}", "x"])]
+    path = jsonl(tmp_path / "a.jsonl", rows)
+    rewards = WITHOUT_EXTRACT if kind is None else (*WITHOUT_EXTRACT, {"kind": kind})
+    prompts = draw_prompts(task_of(path, extract="last_number", rewards=rewards), 0)
+    left = {} if kind is None else {"answers that task.extract does not leave as they are": 2}
+    assert reasons(prompts.sources[0]) == left
+    assert len(prompts.train) + len(prompts.val) == (4 if kind is None else 2)
+
+
+def test_a_generator_is_refused_only_for_rewards_that_see_the_extracted_text():
+    task = {"name": "syllogism", "extract": "last_number", "train_prompts": 2, "val_prompts": 1}
+    draw_prompts(Task(**task, rewards=WITHOUT_EXTRACT), 0)
+    with pytest.raises(RecipeError, match=r"task\.extract: last_number makes None of syllogism's own"):
+        draw_prompts(Task(**task), 0)
 
 
 # --- rows that are left out and counted
@@ -797,6 +858,10 @@ FILE = {"path": "a.jsonl"}
         (
             {"sources": [{**FILE, "split": "test"}]},
             r"sources\[0\].split: it belongs to a source with hub",
+        ),
+        (
+            {"sources": [{**FILE, "revision": "v1"}]},
+            r"sources\[0\].revision: it belongs to a source with hub, and this has path",
         ),
         (
             {"sources": [{"name": "chain_sum", "columns": {}}]},

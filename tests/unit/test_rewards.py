@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from fp8rl.data.tasks import make_generator
 from fp8rl.files import sha256
 from fp8rl.model.tiny import tiny_dims
 from fp8rl.preflight import require_runnable
@@ -246,19 +245,6 @@ def test_a_prompt_without_an_answer_is_an_error_where_one_is_needed():
     assert found.detail == "the prompt has no reference answer"
 
 
-def test_the_tasks_own_scorer_in_a_worker_says_the_same_and_cannot_hang():
-    plain = Task(name="countdown")
-    entry = json.dumps(make_generator(plain, seed=0, size=1)[0])
-    item = json.loads(entry)
-    texts = [item["answer"], "1 + 1", "not code(", ""]
-    limits = {"timeout_s": 4.0}
-    isolated = Task(name="countdown", rewards=(TaskVerifier(isolate=True),), reward_limits=limits)
-    want = score_all(plain, texts, [entry] * 4)
-    assert score_all(isolated, texts, [entry] * 4) == want
-    got = score_all(isolated, ["9**9**9**9", item["answer"]], [entry] * 2)
-    assert [verdict.status for verdict in got] == [Status.TIMEOUT, OK]
-
-
 # --- recipes
 
 
@@ -353,9 +339,12 @@ def test_combinations_that_are_not_refused():
 
 def test_keys_without_effect_are_warned_of():
     assert not any("reward" in text for text in warnings(Recipe()))
-    found = warnings(recipe("reward_path=[a]", "reward_limits.timeout_s=1"))
+    limits = ("rewards=[{kind: exact}]", "reward_limits.timeout_s=1")
+    found = warnings(recipe("reward_path=[a]", *limits))
     assert any(text.startswith("task.reward_path has no effect") for text in found)
     assert any(text.startswith("task.reward_limits has no effect") for text in found)
+    # Only the task says whether its own scorer needs a worker process.
+    assert not any("limits" in text for text in warnings(recipe("reward_limits.timeout_s=1")))
     found = warnings(recipe("rewards=[{kind: math_verify}]", "reward_limits.timeout_s=1"))
     assert not any("reward" in text for text in found)
 
@@ -494,10 +483,14 @@ def test_the_preflight_asks(tmp_path):
 
 def test_columns_and_metrics_of_the_default_are_those_they_always_were():
     rows = [((1.0, "ok", ""),) * 2, ((0.0, "error", "why"),) * 2]
-    columns = reward.score_columns(Task(), rows)
-    assert columns == {"reward": [1.0, 0.0], "status": ["ok", "error"], "detail": ["", "why"]}
     shares = {"ok": 0.5, "wrong": 0.0, "unparsable": 0.0, "error": 0.5}
-    assert reward.reward_metrics(Task(), columns) == shares
+    for task in (Task(), Task(rewards=(TaskVerifier(isolate=False),))):
+        columns = reward.score_columns(task, rows)
+        assert columns == {"reward": [1.0, 0.0], "status": ["ok", "error"], "detail": ["", "why"]}
+        assert reward.reward_metrics(task, columns) == shares
+    # One whose scorer runs in a worker process can time out.
+    timeouts = shares | {"timeout": 0.0}
+    assert reward.reward_metrics(Task(name="countdown"), columns) == timeouts
     assert list(count_statuses([])) == ["ok", "wrong", "unparsable", "error"]
     assert count_statuses(["timeout"], timeouts=True)["timeout"] == 1
 
