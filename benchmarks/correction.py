@@ -74,7 +74,10 @@ def measure(folder: Path, more: list[str], console: Console) -> dict[str, Any]:
                     *(*keys, *more),
                 )
             found[name] = summary(Journal(runs / name))
-    series = {mode: [series_of(Journal(runs / f"{mode}-{seed}")) for seed in SEEDS] for mode in MODES}
+    series = {
+        mode: [series_of(Journal(runs / f"{mode}-{seed}").iterations()) for seed in SEEDS]
+        for mode in MODES
+    }
     modes = {}
     for mode in MODES:
         each = [found[f"{mode}-{seed}"] for seed in SEEDS]

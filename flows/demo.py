@@ -36,6 +36,8 @@ def run_demo(
     runs = Path(first.runs_dir).resolve()
     folder = runs / "demo"
     write_atomic(folder / "summary.json", json.dumps(arms, indent=1).encode())
-    series = {arm: [series_of(Journal(runs / summary["run"]))] for arm, summary in arms.items()}
+    series = {
+        arm: [series_of(Journal(runs / summary["run"]).iterations())] for arm, summary in arms.items()
+    }
     write_atomic(folder / "arms.png", plot_curves(panels(series, MAIN)))
     return arms, folder

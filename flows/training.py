@@ -167,7 +167,7 @@ async def _train(
         slowest = max(slowest, time.time() - started)
         await _say_times(context, opened, times)
     await last_checkpoint(context, recipe.iterations)
-    summary = summarise(context.journal)
+    summary = summarise(context.journal.iterations())
     summary |= {"run": context.run, "arm": recipe.arm, "mlflow_run": tracker.run_id}
     tracker.put_json("summary.json", summary)
     rows = [{"what": key, "value": str(value)} for key, value in summary.items()]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fp8rl.device import resolve
-from fp8rl.journal import Journal, StepRecord
+from fp8rl.journal import StepRecord
 from fp8rl.recipe.schema import Recipe
 
 # What follows new weights; all that the iteration which a run starts from has.
@@ -38,16 +38,16 @@ def iteration_metrics(
     return metrics
 
 
-def summarise(journal: Journal) -> dict[str, Any]:
-    """The summary of a run, finished or not; a figure that nothing was measured of is NaN.
+def summarise(records: list[StepRecord]) -> dict[str, Any]:
+    """The summary of a run, finished or not, from the records of its iterations.
 
-    Accuracies before the first and after the last iteration, and of the best evaluation (the first of
-    equal ones; best_iteration, else None). Mismatch, entropy, length, throughput and times: median over
-    the iterations after the first, which warms caches up (the first where it is the only one); of the
-    mismatch also the worst of all. KV cache: greatest use of an iteration, and all preemptions.
-    guard_fired: iterations in which a rule of the guard did. Raises JournalError as `iterations`.
+    A figure that nothing was measured of is NaN. Accuracies before the first and after the last
+    iteration, and of the best evaluation (the first of equal ones; best_iteration, else None). Mismatch,
+    entropy, length, throughput and times: median over the iterations after the first, which warms
+    caches up (the first where it is the only one); of the mismatch also the worst of all. KV cache:
+    greatest use of an iteration, and all preemptions. guard_fired: iterations in which a rule of the
+    guard did.
     """
-    records = journal.iterations()
     # Of a run that was made shorter the last iteration has no evaluation.
     evaluated = [record for record in records if "val/accuracy" in record.metrics]
     first, last = (evaluated[0].metrics, evaluated[-1].metrics) if evaluated else ({}, {})

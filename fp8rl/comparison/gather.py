@@ -73,7 +73,7 @@ class RunData:
 def gather(run: Run) -> RunData:
     """Reads `run`; raises JournalError for a damaged record or file of it, naming it."""
     journal, recipe = run.journal, run.recipe
-    records = journal.iterations()
+    records = journal.iterations()  # once: there may be more by now
     numbers = [record.iteration for record in records if "val/accuracy" in record.metrics]
     prompts = {journal.record(n, "evaluate").inputs["prompts"] for n in numbers}
     attempts = run.attempts()
@@ -85,8 +85,8 @@ def gather(run: Run) -> RunData:
         recipe=recipe,
         state=run.state(),
         done=records[-1].iteration if records else run.origin,
-        figures=summarise(journal),
-        series=series_of(journal),
+        figures=summarise(records),
+        series=series_of(records),
         evaluations={number: read_evaluation(journal, number) for number in numbers},
         prompts_digest=prompts.pop() if prompts else None,
         machine=machines.pop() if len(machines) == 1 else None,
@@ -101,10 +101,10 @@ def _machine(attempt: dict[str, Any]) -> tuple[str, str, int]:
     return str(attempt["host"]), str(about["cpu"]), int(about["cores"])
 
 
-def series_of(journal: Journal) -> Series:
-    """Every metric of the whole iterations; raises JournalError for a damaged record."""
+def series_of(records: list[StepRecord]) -> Series:
+    """Every metric of the iterations."""
     found: Series = {}
-    for record in journal.iterations():
+    for record in records:
         for name, value in record.metrics.items():
             found.setdefault(name, {})[record.iteration] = value
     return found

@@ -30,12 +30,13 @@ def forest(comparison: Comparison) -> list[Image]:
     whiskers = [
         Whisker(
             arm.name,
+            number,
             100 * one.mean,
             100 * one.low,
             100 * one.high,
             [100 * value for value in one.by_seed.values()],
         )
-        for arm in comparison.arms
+        for number, arm in enumerate(comparison.arms)
         if arm.difference and (one := arm.difference.sampled)
     ]
     if not whiskers:

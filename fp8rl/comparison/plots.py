@@ -143,9 +143,10 @@ def plot_shares(shares: Mapping[str, Mapping[str, float]]) -> bytes:
 
 @dataclass(frozen=True)
 class Whisker:
-    """A row of the forest plot, in points of accuracy."""
+    """A row of the forest plot, in points of accuracy. number: of the arm, which has that colour."""
 
     name: str
+    number: int
     mean: float
     low: float
     high: float
@@ -160,7 +161,7 @@ def plot_forest(whiskers: Sequence[Whisker], margin: float, reference: str) -> b
     axis.axvspan(-margin, margin, color="#56B4E9", alpha=0.2, label="margin", linewidth=0)
     axis.axvline(0, color="#666666", linewidth=1)
     for place, one in enumerate(whiskers):
-        colour = _colour(place + 1)
+        colour = _colour(one.number)
         axis.plot([one.low, one.high], [place, place], color=colour, linewidth=2)
         axis.plot(one.mean, place, "s", color=colour)
         axis.plot(one.by_seed, [place + 0.25] * len(one.by_seed), "|", color=colour, ms=8)

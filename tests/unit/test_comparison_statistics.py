@@ -52,7 +52,7 @@ def test_many_prompts_are_drawn_in_blocks_with_the_same_result(monkeypatch):
     assert estimate(samples) == whole
 
 
-@pytest.mark.parametrize("seeds", [2, 3, 6])
+@pytest.mark.parametrize("seeds", [2, 4])
 @pytest.mark.parametrize("spread", [0.0, 0.2])
 @pytest.mark.parametrize("shared", [False, True])
 def test_it_covers_the_truth_in_simulated_experiments(seeds, spread, shared):
