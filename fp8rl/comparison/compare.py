@@ -186,7 +186,7 @@ def _notes(runs: list[RunData]) -> list[str]:
     for run in runs:
         if run.last is None:
             notes.append(f"{run.name} ({run.state.state}) has no evaluation yet, and counts nowhere")
-        elif not run.is_complete:
+        elif run.last.iteration < run.recipe.iterations:
             notes.append(
                 f"{run.name} ({run.state.state}) came to iteration {run.done} of "
                 f"{run.recipe.iterations}; its last evaluation is that of {run.last.iteration}"

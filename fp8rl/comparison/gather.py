@@ -55,8 +55,8 @@ class RunData:
 
     @property
     def is_complete(self) -> bool:
-        """Whether its last iteration is there, evaluated."""
-        return self.recipe.iterations in self.evaluations
+        """Whether its last iteration is there."""
+        return self.done >= self.recipe.iterations
 
     @property
     def last(self) -> Evaluation | None:

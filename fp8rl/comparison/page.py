@@ -91,9 +91,13 @@ def _verdicts(comparison: Comparison) -> list[Section]:
             assert arm.verdict is not None
             sampled = arm.difference.sampled if arm.difference else None
             seeds = str(sampled.seeds) if sampled else NOTHING
-            cells = (arm.name, arm.verdict.word.value, points(sampled), seeds, arm.verdict.why)
-            rows.append(cells)
-        headings = ("arm", "verdict", "difference of accuracy, points (95%)", "seeds in pairs", "why")
+            numbers = sorted(set(arm.difference.iterations.values())) if arm.difference else []
+            at = ", ".join(map(str, numbers)) or NOTHING
+            rows.append((arm.name, arm.verdict.word.value, points(sampled), seeds, at, arm.verdict.why))
+        headings = (
+            *("arm", "verdict", "difference of accuracy, points (95%)", "seeds in pairs"),
+            *("at iteration", "why"),
+        )
         blocks.append(Table(headings, tuple(rows)))
         blocks += pictures.forest(comparison)
         how = Table(("verdict", "when"), rule(comparison.request.margin), ONE_OF_TWENTY)

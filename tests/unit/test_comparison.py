@@ -153,11 +153,24 @@ def test_runs_that_ended_early_hold_the_verdict_open_and_are_named(runs):
     text = " ".join(arm.notes)
     assert "fp8-1 (failed) came to iteration 3 of 4" in text
     assert "fp8-3 (killed) has no evaluation yet" in text
-    shown = oracle.PageReader(to_html(make_page(comparison))).tables["Runs"][0]
+    page = oracle.PageReader(to_html(make_page(comparison)))
+    assert page.tables["Verdict"][0][2][3:5] == ["3", "2, 4"]
+    shown = page.tables["Runs"][0]
     assert shown[5][:5] == ["fp8-1", "fp8", "1", "failed", "3 of 4"]
     assert shown[5][-1] == "it is failed"
     without = ("run-0", "run-2", "run-4", "fp8-0", "fp8-2")
     assert arms_of(compare(Request(runs, runs=without, margin=0.2)))["fp8"].verdict.word is Word.EQUAL
+
+
+def test_a_run_that_was_made_shorter_is_compared_where_it_was_evaluated(runs):
+    """Its last iteration has no evaluation then, and it is complete all the same."""
+    for seed in (0, 1):
+        make_run(runs, "bf16", seed, prompts=100, chances={2: 0.5, 4: 0.5})
+        make_run(runs, "fp8", seed, prompts=100, chances={2: 0.5}, overrides=FP8, name=f"short-{seed}")
+    arm = arms_of(compare(Request(runs, margin=0.9)))["fp8"]
+    assert arm.verdict.word is Word.EQUAL
+    assert arm.difference.iterations == {0: 2, 1: 2}
+    assert "short-1 (finished) came to iteration 4 of 4; its last evaluation is that of 2" in arm.notes
 
 
 def test_without_any_evaluation_the_page_is_there_and_says_so(runs):
