@@ -43,10 +43,10 @@ def summarise(records: list[StepRecord]) -> dict[str, Any]:
 
     A figure that nothing was measured of is NaN. Accuracies before the first and after the last
     iteration, and of the best evaluation (the first of equal ones; best_iteration, else None).
-    Mismatch, entropy, length, throughput and times: median over the iterations after the first, which warms
-    caches up (the first where it is the only one); of the mismatch also the worst of all. KV cache:
-    greatest use of an iteration, and all preemptions. guard_fired: iterations in which a rule of the
-    guard did.
+    Mismatch, entropy, length, throughput and times: median over the iterations after the first, which
+    warms caches up (the first where it is the only one); of the mismatch also the worst of all. KV
+    cache: greatest use of an iteration, and all preemptions. guard_fired: iterations in which a rule of
+    the guard did.
     """
     # Of a run that was made shorter the last iteration has no evaluation.
     evaluated = [record for record in records if "val/accuracy" in record.metrics]

@@ -18,7 +18,7 @@ h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; marg
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--line); padding: .35rem .8rem; text-align: left;
-  vertical-align: top; overflow-wrap: anywhere; min-width: 4rem; max-width: 28rem; }
+  vertical-align: top; overflow-wrap: break-word; max-width: 28rem; }
 thead th { background: var(--soft); } tbody th { font-weight: 600; }
 .note { color: var(--quiet); } p { max-width: 60rem; overflow-wrap: anywhere; }
 img { max-width: 100%; height: auto; background: #ffffff; border-radius: 6px; padding: 4px; }
