@@ -17,8 +17,10 @@ from rich.table import Table
 
 from benchmarks import record
 from benchmarks.commands import fp8rl
+from fp8rl.comparison.gather import series_of
+from fp8rl.comparison.plots import MAIN, panels, plot_curves
+from fp8rl.files import write_atomic
 from fp8rl.journal import Journal
-from fp8rl.report import plot_arms
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "tiny" / "fp8-rollout-kv.yaml"
@@ -72,13 +74,17 @@ def measure(folder: Path, more: list[str], console: Console) -> dict[str, Any]:
                     *(*keys, *more),
                 )
             found[name] = summary(Journal(runs / name))
-    journals = {mode: Journal(runs / f"{mode}-{SEEDS[0]}") for mode in MODES}
+    series = {
+        mode: [series_of(Journal(runs / f"{mode}-{seed}").iterations()) for seed in SEEDS]
+        for mode in MODES
+    }
     modes = {}
     for mode in MODES:
         each = [found[f"{mode}-{seed}"] for seed in SEEDS]
         modes[mode] = {key: statistics.fmean(one[key] for one in each) for key in each[0]}
         modes[mode]["by_seed"] = each
-    plot_arms(journals, PLOT if not more else folder / "correction.png")
+    picture = plot_curves(panels(series, MAIN))
+    write_atomic(PLOT if not more else folder / "correction.png", picture)
     return {"recipe": "configs/tiny/fp8-rollout-kv", "seeds": list(SEEDS), "modes": modes}
 
 

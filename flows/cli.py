@@ -20,6 +20,7 @@ from rich.table import Table
 from flows.environment import embedded_home, set_environment, stop_leftover_servers
 from fp8rl import progress
 from fp8rl.checkpoints import CheckpointError
+from fp8rl.comparison.selection import DEFAULT_MARGIN, ComparisonError
 from fp8rl.export import ExportError, ExportFormat
 from fp8rl.identity import IdentityError
 from fp8rl.journal import JournalError
@@ -52,6 +53,7 @@ Overrides = Annotated[
 _FOR_THE_USER = (
     *(RecipeError, RewindError, RunExistsError, NoRunError, UnsupportedModelError),
     *(LockedError, JournalError, IdentityError, TrackingError, ExportError, CheckpointError),
+    ComparisonError,
 )
 
 
@@ -226,6 +228,40 @@ def samples(
 
     with _user_errors():
         show_samples(Run.find(runs_dir.resolve(), name), step, count, console)
+
+
+@app.command()
+def compare(
+    experiment: Annotated[
+        str | None,
+        typer.Argument(help="An experiment (tracking.experiment); the only one there is without"),
+    ] = None,
+    runs: Annotated[str | None, typer.Option(help="Only these runs of it: a,b,c")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="The arm to compare with; the one that is BF16 everywhere")
+    ] = None,
+    margin: Annotated[
+        float, typer.Option(help="Differences of accuracy up to this count as equal")
+    ] = DEFAULT_MARGIN,
+    allow_different: Annotated[
+        list[str] | None,
+        typer.Option(help="A recipe key, or a section, in which runs may differ; can be repeated"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the page; runs/compare/<experiment> by default")
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Compare the arms of an experiment over their seeds, and say which equal the reference."""
+    from flows.cli_runs import compare_arms
+    from fp8rl.comparison.compare import Request
+
+    names = tuple(name.strip() for name in (runs or "").split(",") if name.strip())
+    with _user_errors():
+        request = Request(
+            runs_dir.resolve(), experiment, names, reference, margin, tuple(allow_different or ())
+        )
+        compare_arms(request, out, console)
 
 
 @app.command()

@@ -1,5 +1,5 @@
-"""The parts of the `fp8rl` command that are about runs which are there: resume, runs, verify, clean,
-reap.
+"""The parts of the `fp8rl` command that are about runs which are there: resume, runs, verify, compare,
+clean, reap.
 """
 
 import asyncio
@@ -12,7 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from flows.environment import set_environment
 from flows.opening import identity
+from fp8rl import progress
+from fp8rl.comparison.compare import Request, require_comparable
 from fp8rl.data.fingerprint import source_digests
 from fp8rl.device import settled
 from fp8rl.disk import Removable, removable, remove, size_of
@@ -170,6 +173,41 @@ def show_samples(run: Run, step: int | None, count: int, console: Console) -> No
     counts = Counter(table["status"])
     text = ", ".join(f"{status} {counts[status]}" for status in sorted(counts))
     console.print(f"{len(table['status'])} answers: {text}", highlight=False)
+
+
+def compare_arms(request: Request, out: Path | None, console: Console) -> None:
+    """Makes the comparison by its flow, and prints its first tables and where the page is.
+
+    Raises ComparisonError, NoRunError, IdentityError or JournalError where it cannot be done.
+    """
+    require_comparable(request)  # before Prefect starts
+    set_environment(str(request.runs_dir))
+    from flows.compare import compare
+
+    with progress.listening(lambda event: _say(event.text, console)):
+        made = asyncio.run(
+            compare(
+                experiment=request.experiment,
+                runs=request.runs,
+                runs_dir=str(request.runs_dir),
+                reference=request.reference,
+                margin=request.margin,
+                allow_different=request.allowed,
+                out=None if out is None else str(out),
+            )
+        )
+    for title, table in made["tables"].items():
+        shown = Table(title=title, title_justify="left")
+        for heading in table["headings"]:
+            shown.add_column(heading, overflow="fold")
+        for row in table["rows"]:
+            shown.add_row(*map(escape, row))
+        console.print(shown)
+    _say(f"The page: {made['files'][0]}; as Markdown and CSV: {', '.join(made['files'][1:])}", console)
+
+
+def _say(text: str, console: Console) -> None:
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def clean(runs: Path, names: list[str], *, yes: bool, console: Console) -> None:

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fp8rl.comparison.gather import series_of
+from fp8rl.comparison.plots import MAIN, panels, plot_curves
 from fp8rl.files import write_atomic
 from fp8rl.journal import Journal
 from fp8rl.recipe.load import load_recipe
 from fp8rl.recipe.schema import Recipe
-from fp8rl.report import plot_arms
 
 ARMS = ("fp8-e2e-kv", "bf16")
 CONFIGS = Path(__file__).parent.parent / "configs" / "tiny"
@@ -35,6 +36,8 @@ def run_demo(
     runs = Path(first.runs_dir).resolve()
     folder = runs / "demo"
     write_atomic(folder / "summary.json", json.dumps(arms, indent=1).encode())
-    journals = {arm: Journal(runs / summary["run"]) for arm, summary in arms.items()}
-    plot_arms(journals, folder / "arms.png")
+    series = {
+        arm: [series_of(Journal(runs / summary["run"]).iterations())] for arm, summary in arms.items()
+    }
+    write_atomic(folder / "arms.png", plot_curves(panels(series, MAIN)))
     return arms, folder

@@ -1,6 +1,7 @@
 """Shows what an iteration came to: what its guard decided in notes, Prefect events and an artifact; KV
 scales, answers and worst samples as tables and plots in MLflow."""
 
+import re
 import uuid
 from typing import Any
 
@@ -18,6 +19,11 @@ from fp8rl.tracking import Tracker
 from fp8rl.worst_samples import plot_worst, read_worst, worst_table
 
 EVENT = "fp8rl.guard.fired"
+
+
+def artifact_key(*parts: str) -> str:
+    """Prefect's artifact keys know lower-case ASCII letters, digits and dashes only."""
+    return re.sub(r"[^a-z0-9]", "-", "-".join(parts).lower()).strip("-")
 
 
 async def show_guard(context: RunContext, tracker: Tracker, number: int, key: str) -> None:

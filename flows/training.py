@@ -26,7 +26,7 @@ from flows.live_artifact import LiveArtifact
 from flows.opening import Opened, open_run
 from flows.reap import MLFLOW_STATUS, put_right
 from flows.restart import StartTimes
-from flows.showing import show_evaluation, show_guard, show_kv, show_worst
+from flows.showing import artifact_key, show_evaluation, show_guard, show_kv, show_worst
 from flows.stopping import (
     StopInOrder,
     heed_guard,
@@ -150,8 +150,8 @@ async def _train(
     if opened.position.iteration <= recipe.iterations:
         learner = await with_retries(open_engines, context)(context, opened.position.version)
         times.mark("engines")
-    bar = await acreate_progress_artifact(progress=0.0, key=_key(context.run, "progress"))
-    live = LiveArtifact(context, tracker, _key(context.run, "live"))
+    bar = await acreate_progress_artifact(progress=0.0, key=artifact_key(context.run, "progress"))
+    live = LiveArtifact(context, tracker, artifact_key(context.run, "live"))
     said, slowest = False, slowest_iteration(context)
     for number in range(opened.first_iteration(), recipe.iterations + 1):
         started = time.time()
@@ -162,7 +162,7 @@ async def _train(
         said = said or await _say_precision(context, learner, tracker)
         tracker.flush()
         show_kv(context, tracker, number)
-        await show_guard(context, tracker, number, _key(context.run, "guard"))
+        await show_guard(context, tracker, number, artifact_key(context.run, "guard"))
         show_worst(context, tracker, number)
         show_evaluation(context, tracker, number)
         _emit(context, number)
@@ -172,13 +172,15 @@ async def _train(
         slowest = max(slowest, time.time() - started)
         await _say_times(context, opened, times)
     await last_checkpoint(context, recipe.iterations)
-    summary = summarise(context.journal)
+    summary = summarise(context.journal.iterations())
     summary |= {"run": context.run, "arm": recipe.arm, "mlflow_run": tracker.run_id}
     if recipe.tracking.log_model:
         summary["model_uri"] = await log_final_model(context)
     tracker.put_json("summary.json", summary)
     rows = [{"what": key, "value": str(value)} for key, value in summary.items()]
-    await acreate_table_artifact(rows, key=_key(context.run, "summary"), description=context.run)
+    await acreate_table_artifact(
+        rows, key=artifact_key(context.run, "summary"), description=context.run
+    )
     return summary
 
 
@@ -222,7 +224,7 @@ async def _say_times(context: RunContext, opened: Opened, times: StartTimes) -> 
     opened.run.update_attempt(opened.attempt, start_s=parts, first_new_step=times.first_step)
     rows = [{"part": part, "seconds": seconds} for part, seconds in parts.items()]
     text = f"from the command to {times.first_step}, the first new step"
-    await acreate_table_artifact(rows, key=_key(context.run, "start"), description=text)
+    await acreate_table_artifact(rows, key=artifact_key(context.run, "start"), description=text)
     if opened.resumed:
         parts_said = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items())
         progress.emit(progress.Event("note", f"{text} (s): {parts_said}"))
@@ -278,12 +280,6 @@ def _end_records(opened: Opened, tracker: Tracker, ends: State) -> None:
     except Exception as error:
         text = f"the end of the run ({ends.state}) is not recorded everywhere: {error}"
         progress.emit(progress.Event("note", f"{text}. `fp8rl reap` puts that right"))
-
-
-def _key(run: str, what: str) -> str:
-    """Prefect's artifact keys know lower-case letters, digits and dashes only."""
-    text = "".join(c if c.isalnum() else "-" for c in f"{run}-{what}".lower())
-    return text.strip("-")
 
 
 def _tags(opened: Opened) -> dict[str, str]:

@@ -1,12 +1,12 @@
-"""What a run amounts to: metrics of an iteration, the summary of a run, tables and plots of arms."""
+"""What a run amounts to: metrics of an iteration, the summary of a run, a table of several."""
 
+import math
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from fp8rl.device import resolve
-from fp8rl.journal import Journal
+from fp8rl.journal import StepRecord
 from fp8rl.recipe.schema import Recipe
 
 # What follows new weights; all that the iteration which a run starts from has.
@@ -37,64 +37,94 @@ def iteration_metrics(
     return metrics
 
 
-# By their names in the summary. None where the recipe does not ask for it.
-_ACCURACIES = {
-    "val_accuracy": "val/accuracy",
-    "val_greedy": "val/greedy_accuracy",
-    "val_bf16_accuracy": "val_bf16/accuracy",
-    "val_bf16_greedy": "val_bf16/greedy_accuracy",
-}
+# By their names in the summary. Those in BF16 are there where the recipe asks for them.
+_IN_BF16 = {"val_bf16_accuracy": "val_bf16/accuracy", "val_bf16_greedy": "val_bf16/greedy_accuracy"}
 
 
-def summarise(journal: Journal) -> dict[str, Any]:
-    """The summary of a run whose iterations are done.
+def summarise(records: list[StepRecord]) -> dict[str, Any]:
+    """The summary of a run, finished or not, from the records of its iterations.
 
-    Accuracies before the first and after the last iteration; mismatch, throughput and times: median
-    over the iterations after the first, which warms caches up (the first where it is the only one).
-    KV cache: greatest use of an iteration, and all preemptions. guard_fired: iterations in which a rule
-    of the guard did.
+    A figure that nothing was measured of is NaN. Accuracies before the first and after the last
+    iteration, and of the best evaluation (the first of equal ones; best_iteration, else None).
+    Mismatch, entropy, length, throughput and times: median over the iterations after the first, which
+    warms caches up (the first where it is the only one); of the mismatch also the worst of all. KV
+    cache: greatest use of an iteration, and all preemptions. guard_fired: iterations in which a rule of
+    the guard did.
     """
-    records = journal.iterations()
     # Of a run that was made shorter the last iteration has no evaluation.
-    evaluated = [r.metrics for r in records if any(name.startswith("val/") for name in r.metrics)]
-    first, last = evaluated[0], evaluated[-1]
-    steady = records[2:] or records[1:]
+    evaluated = [r for r in records if any(name.startswith("val/") for name in r.metrics)]
+    first, last = (evaluated[0].metrics, evaluated[-1].metrics) if evaluated else ({}, {})
+    sampled = [record for record in evaluated if "val/accuracy" in record.metrics]
+    best = max(sampled, key=lambda record: record.metrics["val/accuracy"], default=None)
+    trained = records[1:]
+
+    def over(reduce: Callable[[list[float]], float], name: str, of: list[StepRecord]) -> float:
+        # Iterations of an older version did not measure everything.
+        values = [record.metrics[name] for record in of if name in record.metrics]
+        return reduce(values) if values else math.nan
 
     def median(name: str) -> float:
-        return statistics.median(record.metrics[name] for record in steady)
-
-    def pressure(name: str, over: Callable[[list[float]], float]) -> float | None:
-        # Iterations of an older version did not measure it.
-        found = [r.metrics[name] for r in records[1:] if name in r.metrics]
-        return over(found) if found else None
+        return over(_median, name, steady(records))
 
     return {
-        "iterations": records[-1].iteration,
+        "iterations": records[-1].iteration if records else 0,
+        "val_accuracy_before": first.get("val/accuracy", math.nan),
+        "val_accuracy_after": last.get("val/accuracy", math.nan),
+        "val_accuracy_best": best.metrics["val/accuracy"] if best else math.nan,
+        "best_iteration": best.iteration if best else None,
+        "val_greedy_before": first.get("val/greedy_accuracy", math.nan),
+        "val_greedy_after": last.get("val/greedy_accuracy", math.nan),
         **{
-            f"{key}_{when}": metrics.get(metric)
-            for key, metric in _ACCURACIES.items()
+            f"{key}_{when}": metrics[metric]
+            for key, metric in _IN_BF16.items()
             for when, metrics in (("before", first), ("after", last))
+            if metric in metrics
         },
         "token_mult_prob_error": median("mismatch/token_mult_prob_error"),
-        "token_mult_prob_error_max": max(
-            r.metrics["mismatch/token_mult_prob_error"] for r in records[1:]
-        ),
+        "token_mult_prob_error_max": over(_highest, "mismatch/token_mult_prob_error", trained),
         "kl_k3": median("mismatch/kl_k3"),
+        "ess": median("mismatch/ess"),
+        "ess_min": over(_lowest, "mismatch/ess", trained),
+        "entropy": median("rollout/entropy"),
+        "response_length": median("rollout/response_length_mean"),
         "tokens_per_sec_per_gpu": median("perf/tokens_per_sec_per_gpu"),
         "rollout_tokens_per_sec": median("perf/rollout_tokens_per_sec"),
         "learner_tokens_per_sec": median("perf/learner_tokens_per_sec"),
-        "kv_peak_use": pressure("kv/peak_use", max),
-        "kv_preemptions": pressure("kv/preemptions", sum),
-        "guard_fired": sum(r.metrics.get("guard/fired", 0.0) > 0 for r in records[1:]),
+        "kv_peak_use": over(max, "kv/peak_use", trained),
+        "kv_preemptions": over(sum, "kv/preemptions", trained),
+        "guard_fired": sum(r.metrics.get("guard/fired", 0.0) > 0 for r in trained)
+        if trained
+        else math.nan,
         "iteration_s": median("timing/iteration_s"),
         "steps_s": {step: median(f"timing/{step}_s") for step in STEPS},
     }
 
 
+def _median(values: list[float]) -> float:
+    """Of what is a number: one bad iteration is told by the worst of them."""
+    return statistics.median([v for v in values if not math.isnan(v)] or [math.nan])
+
+
+def _highest(values: list[float]) -> float:
+    """NaN is the worst there can be."""
+    return max(values, key=lambda value: (math.isnan(value), value))
+
+
+def _lowest(values: list[float]) -> float:
+    return -_highest([-value for value in values])
+
+
+def steady(records: list[StepRecord]) -> list[StepRecord]:
+    """Of a run's iterations those whose times count: without the first weights and the first iteration,
+    which warms caches up, unless there is no other."""
+    return records[2:] or records[1:]
+
+
 # (label, key in the summary, format)
-_ROWS = (
+ROWS = (
     ("sampled accuracy before", "val_accuracy_before", "{:.1%}"),
     ("sampled accuracy after", "val_accuracy_after", "{:.1%}"),
+    ("sampled accuracy, best evaluation", "val_accuracy_best", "{:.1%}"),
     ("greedy accuracy before", "val_greedy_before", "{:.1%}"),
     ("greedy accuracy after", "val_greedy_after", "{:.1%}"),
     ("  in BF16, sampled, before", "val_bf16_accuracy_before", "{:.1%}"),
@@ -104,6 +134,10 @@ _ROWS = (
     ("mismatch (token_mult_prob_error)", "token_mult_prob_error", "{:.4f}"),
     ("mismatch, worst iteration", "token_mult_prob_error_max", "{:.4f}"),
     ("KL rollout || learner (k3)", "kl_k3", "{:.2e}"),
+    ("effective sample size", "ess", "{:.4f}"),
+    ("effective sample size, worst iteration", "ess_min", "{:.4f}"),
+    ("entropy of what was sampled (nats)", "entropy", "{:.3f}"),
+    ("response length (tokens)", "response_length", "{:.1f}"),
     ("tokens/s/GPU", "tokens_per_sec_per_gpu", "{:,.0f}"),
     ("  rollout tokens/s", "rollout_tokens_per_sec", "{:,.0f}"),
     ("  learner tokens/s", "learner_tokens_per_sec", "{:,.0f}"),
@@ -116,42 +150,13 @@ _ROWS = (
 
 def comparison_rows(arms: dict[str, dict[str, Any]]) -> list[list[str]]:
     """Rows of text, a label and one cell for each arm: the side-by-side table."""
+    cells = {key: [arm.get(key, math.nan) for arm in arms.values()] for _, key, _ in ROWS}
     rows = [
-        [label, *("-" if arm[key] is None else fmt.format(arm[key]) for arm in arms.values())]
-        for label, key, fmt in _ROWS
-        if any(arm[key] is not None for arm in arms.values())
+        [label, *("-" if math.isnan(value) else fmt.format(value) for value in cells[key])]
+        for label, key, fmt in ROWS
+        if not all(map(math.isnan, cells[key]))
     ]
     rows += [
         [f"  {step} (s)", *(f"{arm['steps_s'][step]:.2f}" for arm in arms.values())] for step in STEPS
     ]
     return rows
-
-
-def plot_arms(journals: dict[str, Journal], path: Path) -> None:
-    """Accuracy, reward and mismatch over the iterations, one line for each arm, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels = (
-        ("val/accuracy", "Validation accuracy (sampled)"),
-        ("train/reward_mean", "Mean reward of the samples"),
-        ("mismatch/token_mult_prob_error", "Mismatch (token_mult_prob_error)"),
-    )
-    figure, axes = plt.subplots(1, len(panels), figsize=(13, 3.8))
-    for arm, journal in journals.items():
-        records = journal.iterations()
-        for axis, (name, title) in zip(axes, panels, strict=True):
-            points = [(r.iteration, r.metrics[name]) for r in records if name in r.metrics]
-            axis.plot(*zip(*points, strict=True), label=arm, marker="o" if len(points) < 15 else None)
-            axis.set_title(title, fontsize=10)
-            axis.set_xlabel("iteration")
-            axis.grid(alpha=0.3)
-    axes[0].set_ylim(0, 1)
-    axes[1].set_ylim(0, 1)
-    axes[0].legend()
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

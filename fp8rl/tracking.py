@@ -233,7 +233,7 @@ class Tracker:
         if self._opened and not state.rebuild:
             return True
         self._opened = False
-        experiment = self._experiment(client)
+        experiment = tracking_server.experiment_of(client, self._recipe, create=self._create)
         if state.rebuild and self._create:
             # Noted by id before there is a new one: after a crash none is taken for the other.
             old = tracking_server.runs_of(client, experiment, self._run_id)
@@ -254,12 +254,6 @@ class Tracker:
             self._queue.save()
         self._opened, self._opened_in = True, experiment
         return True
-
-    def _experiment(self, client: Any) -> str | None:
-        recipe = self._recipe
-        local = self.uri.startswith("sqlite:")
-        place = (Path(recipe.runs_dir).resolve() / "mlartifacts").as_uri() if local else None
-        return tracking_server.experiment(client, recipe.tracking.experiment, place, self._create)
 
     def _create_run(self, client: Any, experiment: str | None) -> str:
         created = client.create_run(experiment, run_name=self._run, tags=self._all_tags())

@@ -233,14 +233,18 @@ def _is_away(error: BaseException, wrapped: bool) -> bool | None:
 # Calls that may be made twice. `client` is MLflow's, `run` the id of an MLflow run.
 
 
-def experiment(client: Any, name: str, artifacts: str | None, create: bool) -> str | None:
-    """The id of the experiment `name`; None where there is none and `create` is false."""
+def experiment_of(client: Any, recipe: Recipe, *, create: bool) -> str | None:
+    """The id of the recipe's experiment; None where there is none and `create` is false. With SQLite
+    the artifacts of a new one are in the runs folder."""
     from mlflow.exceptions import MlflowException
 
+    name = recipe.tracking.experiment
     found = client.get_experiment_by_name(name)
     if found is None and create:
+        local = tracking_uri(recipe).startswith("sqlite:")
+        place = (Path(recipe.runs_dir).resolve() / "mlartifacts").as_uri() if local else None
         try:
-            return str(client.create_experiment(name, artifact_location=artifacts))
+            return str(client.create_experiment(name, artifact_location=place))
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise

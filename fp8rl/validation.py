@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-_RESAMPLES = 2000
-_LEVEL = 0.95
+RESAMPLES = 2000
+LEVEL = 0.95
 
 
 def by_prompt(prompts: Sequence[int], right: Sequence[bool]) -> list[tuple[int, int]]:
@@ -38,8 +38,8 @@ def interval(counts: Sequence[tuple[int, int]], seed: int = 0) -> tuple[float, f
     """95% interval of the accuracy, by bootstrap over prompts: those of a prompt stay together, since
     they are alike. The same counts and seed give the same interval."""
     shares = np.array([good / samples for samples, good in counts])
-    rows = np.random.default_rng(seed).integers(0, len(shares), (_RESAMPLES, len(shares)))
-    edges = (1 - _LEVEL) / 2, (1 + _LEVEL) / 2
+    rows = np.random.default_rng(seed).integers(0, len(shares), (RESAMPLES, len(shares)))
+    edges = (1 - LEVEL) / 2, (1 + LEVEL) / 2
     low, high = np.quantile(shares[rows].mean(1), edges)
     return float(low), float(high)
 

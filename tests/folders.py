@@ -31,7 +31,7 @@ from tests.models import publish
 
 CHUNKS = 2
 DRAWS = 2  # of each iteration, where the recipe asks for dynamic sampling
-MACHINE = {"cpu": "a cpu", "python": "3.11", "packages": {"torch": "2"}}
+MACHINE = {"cpu": "a cpu", "cores": 2, "python": "3.11", "packages": {"torch": "2"}}
 
 
 def small_recipe(*overrides: str) -> Recipe:

@@ -22,7 +22,7 @@ _REPLACED = "task.options"
 # The task is said in one of two ways; a file that says it in one drops the other's of its base.
 _INSTEAD = {"sources": ("name", "options"), "name": ("sources",)}
 # What the runs folder holds besides runs.
-_RESERVED = ("demo", "mlartifacts", "mlflow.db", "numerics")
+_RESERVED = ("compare", "demo", "mlartifacts", "mlflow.db", "numerics")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 

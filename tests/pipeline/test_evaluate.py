@@ -25,7 +25,7 @@ def test_answers_in_bf16_are_those_of_a_bf16_engine_with_the_same_weights(run_ar
     overrides = [*SHORT, "iterations=1", "evaluate.bf16=true", *places]
     recipe = load_recipe(TINY / "fp8-e2e-kv.yaml", overrides).recipe
     summary = asyncio.run(train(recipe))
-    assert summary["val_bf16_accuracy_after"] is not None
+    assert 0 <= summary["val_bf16_accuracy_after"] <= 1
     fp8, bf16 = Journal(runs_dir / "also-in-bf16"), run_arm("bf16").journal
     # Both arms begin with the same weights: every answer is the same, to the last sampled token.
     assert answered(fp8, 0, BF16_FILE) == answered(bf16, 0)
