@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
 from fp8rl.recipe.base import PositiveFloat, Section
 
@@ -61,14 +61,6 @@ class Source(Section):
     """Instead of columns: those shipped for this hub data set. For a local copy of it."""
     weight: PositiveFloat = 1.0
     """Share of the prompts, relative to the other sources' weights."""
-
-    @model_serializer(mode="wrap")
-    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without a `revision` that says nothing: runs from before there was one keep their digest."""
-        values: dict[str, Any] = write(self)
-        if self.revision is None:
-            values.pop("revision", None)
-        return values
 
     @property
     def is_generator(self) -> bool:

@@ -159,11 +159,9 @@ class RewardLimits(Section):
 
 
 DEFAULT_REWARDS = (TaskVerifier(),)
-# As the default was written into the recipes of runs when `isolate` had two values.
-_FORMER_DEFAULT = (TaskVerifier(isolate=False),)
 
 
 def are_default(rewards: tuple[Verifier, ...]) -> bool:
-    """Whether `rewards` are the default: such runs are told apart, and their tables and metrics named,
-    as before there were others."""
-    return rewards in (DEFAULT_REWARDS, _FORMER_DEFAULT)
+    """Whether they are the task's own scorer alone, wherever it runs: tables and metrics then name no
+    reward."""
+    return rewards in [(TaskVerifier(isolate=isolate),) for isolate in (None, True, False)]

@@ -258,13 +258,6 @@ def test_a_revision_is_the_commit_that_is_read_or_an_error(hub_cache, monkeypatc
     assert asked == [("openai/gsm8k", "main", "train", CACHED)]
 
 
-def test_a_source_without_a_revision_is_written_as_before_there_was_one():
-    plain, pinned = Source(hub="a/b"), Source(hub="a/b", revision="v1")
-    assert "revision" not in plain.model_dump()
-    assert pinned.model_dump() == {**plain.model_dump(), "revision": "v1"}
-    assert Source.model_validate(pinned.model_dump()) == pinned
-
-
 def test_a_folder_does_not_stand_in_for_a_hub_data_set(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
