@@ -614,6 +614,8 @@ NOT_NUMBERS = {
     "sync.probe_limit": 9,
     "tracking.uri": "x",
     "tracking.experiment": "x",
+    "tracking.system_metrics": "false",
+    "tracking.log_model": "true",
 }
 
 
