@@ -13,8 +13,9 @@ demo: setup  ## train two precision arms on the tiny task and compare them
 	$(BIN)/fp8rl demo
 
 test: setup  ## all that fits: unit, contract and pipeline tests
-	$(BIN)/pytest tests/unit -n 2
-	$(BIN)/pytest tests/contract tests/pipeline tests/ui -m "not slow and not gpu and not ui and not kill"
+	$(BIN)/pytest tests/unit -n 2 -m "not slow"
+	$(BIN)/pytest tests/contract -n 2 --dist loadfile -m "not slow and not gpu"
+	$(BIN)/pytest tests/pipeline tests/ui -m "not slow and not gpu and not ui and not kill"
 
 test-ui: setup  ## Retry pressed in a browser; needs playwright and Chromium
 	$(BIN)/pytest -m ui
