@@ -20,6 +20,12 @@ from fp8rl.worst_samples import plot_worst, read_worst, worst_table
 EVENT = "fp8rl.guard.fired"
 
 
+def artifact_key(run: str, what: str) -> str:
+    """Prefect's artifact keys know lower-case letters, digits and dashes only."""
+    text = "".join(c if c.isalnum() else "-" for c in f"{run}-{what}".lower())
+    return text.strip("-")
+
+
 async def show_guard(context: RunContext, tracker: Tracker, number: int, key: str) -> None:
     """Tells of the firings in iteration `number`, if there are any. key: of the Prefect artifact."""
     found = guard.decision(context.journal, number)

@@ -23,9 +23,9 @@ from flows.environment import set_quiet
 from flows.hooks import put_right_after
 from flows.iteration import first_weights, iteration
 from flows.opening import Opened, open_run
-from flows.reap import MLFLOW_STATUS, put_right
+from flows.reap import put_right
 from flows.restart import StartTimes
-from flows.showing import show_evaluation, show_guard, show_kv, show_worst
+from flows.showing import artifact_key, show_evaluation, show_guard, show_kv, show_worst
 from flows.stopping import (
     StopInOrder,
     heed_guard,
@@ -43,7 +43,7 @@ from fp8rl.recipe.rules import warnings
 from fp8rl.recipe.schema import Recipe
 from fp8rl.report import summarise
 from fp8rl.runs import State
-from fp8rl.tracking import Tracker
+from fp8rl.tracking import MLFLOW_STATUS, Tracker
 from tasks.causes import first_line
 from tasks.checkpoint import finish_checkpoint, save_before_leaving
 from tasks.prepare import open_engines, precision_report, prepare_data, warm_start
@@ -147,7 +147,7 @@ async def _train(
     if opened.position.iteration <= recipe.iterations:
         learner = await with_retries(open_engines, context)(context, opened.position.version)
         times.mark("engines")
-    bar = await acreate_progress_artifact(progress=0.0, key=_key(context.run, "progress"))
+    bar = await acreate_progress_artifact(progress=0.0, key=artifact_key(context.run, "progress"))
     said, slowest = False, slowest_iteration(context)
     for number in range(opened.first_iteration(), recipe.iterations + 1):
         started = time.time()
@@ -158,7 +158,7 @@ async def _train(
         said = said or await _say_precision(context, learner, tracker)
         tracker.flush()
         show_kv(context, tracker, number)
-        await show_guard(context, tracker, number, _key(context.run, "guard"))
+        await show_guard(context, tracker, number, artifact_key(context.run, "guard"))
         show_worst(context, tracker, number)
         show_evaluation(context, tracker, number)
         _emit(context, number)
@@ -171,7 +171,9 @@ async def _train(
     summary |= {"run": context.run, "arm": recipe.arm, "mlflow_run": tracker.run_id}
     tracker.put_json("summary.json", summary)
     rows = [{"what": key, "value": str(value)} for key, value in summary.items()]
-    await acreate_table_artifact(rows, key=_key(context.run, "summary"), description=context.run)
+    await acreate_table_artifact(
+        rows, key=artifact_key(context.run, "summary"), description=context.run
+    )
     return summary
 
 
@@ -215,7 +217,7 @@ async def _say_times(context: RunContext, opened: Opened, times: StartTimes) -> 
     opened.run.update_attempt(opened.attempt, start_s=parts, first_new_step=times.first_step)
     rows = [{"part": part, "seconds": seconds} for part, seconds in parts.items()]
     text = f"from the command to {times.first_step}, the first new step"
-    await acreate_table_artifact(rows, key=_key(context.run, "start"), description=text)
+    await acreate_table_artifact(rows, key=artifact_key(context.run, "start"), description=text)
     if opened.resumed:
         parts_said = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items())
         progress.emit(progress.Event("note", f"{text} (s): {parts_said}"))
@@ -273,15 +275,10 @@ def _end_records(opened: Opened, tracker: Tracker, ends: State) -> None:
         progress.emit(progress.Event("note", f"{text}. `fp8rl reap` puts that right"))
 
 
-def _key(run: str, what: str) -> str:
-    """Prefect's artifact keys know lower-case letters, digits and dashes only."""
-    text = "".join(c if c.isalnum() else "-" for c in f"{run}-{what}".lower())
-    return text.strip("-")
-
-
 def _tags(opened: Opened) -> dict[str, str]:
     recipe = opened.recipe
     tags = {
+        **recipe.tracking.tags,
         "fp8rl.arm": recipe.arm or "",
         "fp8rl.recipe_digest": recipe.digest(),
         "fp8rl.seed": str(recipe.seed),

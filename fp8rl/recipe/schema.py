@@ -16,6 +16,7 @@ from fp8rl.recipe.data import Source, TooLong, Val
 from fp8rl.recipe.guard import Guard
 from fp8rl.recipe.objective import Correction, Objective
 from fp8rl.recipe.reward import DEFAULT_REWARDS, AnyVerifier, RewardLimits
+from fp8rl.recipe.tracking import Tracking
 
 _NOT_NUMBERS = {
     *("name", "arm", "runs_dir", "tracking", "step_timeout_s"),
@@ -326,12 +327,6 @@ class Stop(Section):
     after_iteration: PositiveInt | None = None
     time_limit_s: PositiveFloat | None = None
     """Wall time of one attempt. It stops before the iteration that would not end in time."""
-
-
-class Tracking(Section):
-    uri: str | None = None
-    """MLflow tracking URI. Empty: MLFLOW_TRACKING_URI, else SQLite in the runs folder."""
-    experiment: str = "fp8rl"
 
 
 class Recipe(Section):

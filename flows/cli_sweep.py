@@ -1,0 +1,101 @@
+"""`fp8rl sweep`: shows the plan of a sweep, and works through it."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from fp8rl.recipe.schema import Recipe
+from fp8rl.sweep.expand import LoadedSweep
+from fp8rl.sweep.look import look
+from fp8rl.sweep.plan import Plan
+
+# For children of a start that was killed: they were told to end, and save what they have.
+_ENDING_S = 120.0
+
+
+def show_plan(loaded: LoadedSweep, plan: Plan, console: Console) -> None:
+    """Prints the sweep's children, what they amount to, and which of them are begun."""
+    sweep, study = loaded.sweep, loaded.sweep.optuna
+    table = Table(title=f"Sweep {sweep.name}", title_justify="left")
+    headings = ("child", "arm", "seed", "values", "iterations", "now")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for child in loaded.children:
+        name, values, state = child.name, child.what, look(plan, child).state
+        if study is not None:
+            name, state = f"{name}-t0000 ...", ""
+            values = ", ".join(f"{key} in {s.extremes()}" for key, s in study.space.items())
+        cells = (child.arm, str(child.seed), values, str(child.recipe.iterations), state)
+        table.add_row(name, *cells)
+    console.print(table)
+    per_trial = sum(child.recipe.iterations for child in loaded.children)
+    total = per_trial * (study.trials if study else 1)
+    text = f"{loaded.count} children, {total} iterations"
+    if study is not None:
+        text += f", {study.trials} trials for the best {study.metric} ({study.direction})"
+    if sweep.budget.iterations is not None and total > sweep.budget.iterations:
+        text += f"; the budget of {sweep.budget.iterations} iterations is too small for all of them"
+    console.print(text, soft_wrap=True, highlight=False)
+
+
+def run_sweep(
+    path: Path,
+    overrides: list[str],
+    *,
+    plan_only: bool,
+    console: Console,
+    start_environment: Callable[[Recipe], None],
+) -> int:
+    """Shows the plan, and works through it unless `plan_only`; the command's exit code.
+
+    start_environment: of the `fp8rl` command. Raises what `flows.sweep.checked_sweep` does.
+    """
+    from flows.sweep import SweepFailedError, checked_sweep
+
+    loaded, plan = checked_sweep(path, overrides)
+    show_plan(loaded, plan, console)
+    if plan_only:
+        return 0
+    _let_end(loaded, plan, console)
+    start_environment(loaded.children[0].recipe)
+    # The day in its name is that of this moment, also after midnight.
+    overrides = [*overrides, f"name={loaded.sweep.name}"]
+    try:
+        return _work(path, overrides, loaded.sweep.name, plan, console)
+    except SweepFailedError as error:
+        console.print(str(error), style="red", soft_wrap=True, highlight=False, markup=False)
+        return 1
+
+
+def _work(path: Path, overrides: list[str], name: str, plan: Plan, console: Console) -> int:
+    from prefect.exceptions import CancelledRun
+
+    from flows.sweep import sweep
+    from flows.sweep_view import SweepView
+
+    with SweepView(console, f"Sweep {name}"):
+        try:
+            asyncio.run(sweep(str(path), overrides))
+        except CancelledRun as stopped:
+            console.print(str(stopped), style="yellow", soft_wrap=True, highlight=False)
+    console.print(f"What became of it: {plan.folder}/summary.json", soft_wrap=True, highlight=False)
+    return 0
+
+
+def _let_end(loaded: LoadedSweep, plan: Plan, console: Console) -> None:
+    """Lets children of an earlier start end, before their Prefect server is stopped. One that somebody
+    has resumed by hand goes on, and is waited for later."""
+    until = time.monotonic() + _ENDING_S
+    said = False
+    while time.monotonic() < until:
+        running = [c.name for c in loaded.children if look(plan, c).state == "running"]
+        if not running:
+            return
+        if not said:
+            console.print(f"waiting for {', '.join(running)} to end", soft_wrap=True)
+            said = True
+        time.sleep(1.0)

@@ -1,0 +1,151 @@
+"""A sweep: the training runs of a sweep file, one after another, each an ordinary run of its own.
+
+The same flow begins a sweep, carries one on, and is what a retry in the Prefect UI runs again: children
+that are over are taken as they are, and the others are begun or carried on.
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.logging import get_run_logger
+from prefect.runtime import deployment, flow_run
+from prefect.states import Cancelled
+
+from flows.environment import set_quiet
+from flows.sweep_children import DeploymentRuns, Processes, environment_of_children
+from flows.sweep_records import SweepRecords, row_of
+from fp8rl.lock import RunLock
+from fp8rl.preflight import require_runnable
+from fp8rl.recipe.rules import RecipeError
+from fp8rl.recipe.sweep import Method
+from fp8rl.runs import State, remove_unborn
+from fp8rl.sweep.drive import Drive, ListSource, Source, Tally
+from fp8rl.sweep.expand import LoadedSweep, load_sweep, require_children_runnable
+from fp8rl.sweep.look import look, metric_of
+from fp8rl.sweep.plan import Plan, draft_plan, name_of_flow, open_plan
+from fp8rl.sweep.study import StudySource, require_optuna
+
+
+class SweepFailedError(RuntimeError):
+    """Children of the sweep failed. All records are made; a start of the sweep carries them on."""
+
+
+def checked_sweep(path: Path, overrides: list[str], flow_run_id: str = "") -> tuple[LoadedSweep, Plan]:
+    """The sweep with all that can be known before anything starts, and its plan, not committed.
+
+    flow_run_id: the Prefect flow run, whose retry goes on with the sweep that it began. Raises
+    RecipeError, SweepChangedError or RunExistsError with every reason; nothing was changed then.
+    """
+    loaded = load_sweep(path, overrides)
+    if flow_run_id and (name := name_of_flow(Path(loaded.sweep.runs_dir).resolve(), flow_run_id)):
+        loaded = load_sweep(path, [*overrides, f"name={name}"])
+    if loaded.sweep.method is Method.OPTUNA:
+        require_optuna()
+    plan = draft_plan(loaded)
+    trackings = {child.recipe.tracking.model_dump_json() for child in loaded.children}
+    if len(trackings) > 1:
+        raise RecipeError(
+            f"{path}: the children's tracking differs: {' and '.join(sorted(trackings))}. MLflow shows "
+            "them under the sweep only in one place: set tracking in overrides"
+        )
+    # What is begun has been asked, and may have lost since what only a beginning needs.
+    waiting = [c for c in loaded.children if plan.run_of(c) is None]
+    is_study = loaded.sweep.optuna is not None
+    require_children_runnable(loaded, require_runnable, None if is_study else waiting)
+    return loaded, plan
+
+
+def _flow_run_name() -> str:
+    return Path(str(flow_run.get_parameters().get("file") or "sweep")).stem
+
+
+@flow(name="sweep", flow_run_name=_flow_run_name)
+async def sweep(file: str, overrides: list[str] | None = None) -> Any:
+    """Trains the children of the sweep in `file`; returns what became of them.
+
+    overrides: values of the sweep file to change, "seeds=[0]". A sweep that ran out of its budget, or
+    whose children were cancelled, ends as Cancelled; a start or Retry goes on with it. Raises
+    RecipeError, SweepChangedError, RunExistsError or LockedError before anything starts, and
+    SweepFailedError at the end where children failed.
+    """
+    set_quiet()  # a worker starts this flow without the command
+    flow_run_id = str(flow_run.get_id())
+    loaded, draft = checked_sweep(Path(file), overrides or [], flow_run_id)
+    remove_unborn(draft.runs)
+    draft.folder.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(draft.folder)
+    with ExitStack() as at_the_end:
+        at_the_end.callback(lock.release)
+        plan = open_plan(loaded, flow_run_id)
+        records = SweepRecords(plan, loaded.count * loaded.children[0].recipe.iterations)
+        ends = State("failed", "the process ended before it could say why")
+        at_the_end.callback(lambda: records.end(ends))
+        try:
+            tags = await records.begin()
+            children = await _launcher(plan, tags)
+            at_the_end.callback(children.stop)
+            tally, summary = await _drive(plan, children, records)
+        except BaseException as error:
+            own = isinstance(error, Exception)
+            ends = State("failed" if own else "cancelled", f"{type(error).__name__}: {error}")
+            raise
+        ends = _ends(tally)
+        records.put_summary(summary)
+        get_run_logger().info("sweep %s %s %s", plan.name, ends.state, ends.reason)
+        if ends.state == "failed":
+            raise SweepFailedError(f"{ends.reason}. Start the sweep again, or Retry, to carry them on")
+        if ends.state == "stopped":
+            return Cancelled(name="Stopped", message=ends.reason)
+        return summary
+
+
+async def _launcher(plan: Plan, tags: dict[str, str]) -> Processes | DeploymentRuns:
+    if deployment.get_id() is not None:
+        return DeploymentRuns(plan, tags)
+    return Processes(plan, tags, await environment_of_children())
+
+
+async def _drive(
+    plan: Plan, children: Processes | DeploymentRuns, records: SweepRecords
+) -> tuple[Tally, dict[str, Any]]:
+    source = source_of(plan)
+    retry = plan.loaded.sweep.failures.retry
+    driving = Drive(
+        plan.loaded.sweep,
+        source,
+        # One that failed in this start is not tried again in it: the source gives each once.
+        look=lambda child: look(plan, child, retry=retry),
+        launch=children.launch,
+        tell=lambda tally: records.tell(tally, source.known()),
+    )
+    tally = await driving.run()
+    rows = [row_of(child, tally.states[child.name]) for child in source.known()]
+    summary: dict[str, Any] = {"sweep": plan.name, "stopped": tally.stopped, "children": rows}
+    if isinstance(source, StudySource):
+        summary["best"] = source.best()
+    return tally, summary
+
+
+def source_of(plan: Plan) -> Source:
+    """Where the sweep's children come from."""
+    if plan.loaded.sweep.optuna is None:
+        return ListSource(plan.loaded.children)
+    file = plan.folder / "study.db"
+    return StudySource(plan.loaded, file, lambda child, name: metric_of(plan, child, name))
+
+
+def _ends(tally: Tally) -> State:
+    if tally.failed:
+        first = tally.failed[0]
+        text = f"{len(tally.failed)} of {len(tally.states)} children failed: {', '.join(tally.failed)}"
+        why = f"{first}: {tally.states[first].reason}"
+        return State("failed", ". ".join(part for part in (text, why, tally.stopped) if part))
+    if tally.stopped or tally.open:
+        skipped = tally.count("skipped") + tally.unmade
+        open_ = [name for name in tally.open if tally.states[name].state != "skipped"]
+        parts = [tally.stopped, f"{skipped} children were skipped" if skipped else ""]
+        parts += [f"not finished: {', '.join(open_)}" if open_ else ""]
+        return State("stopped", "; ".join(part for part in parts if part))
+    return State("finished")
