@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8rl.recipe.schema import Recipe
-from fp8rl.sweep.expand import LoadedSweep
+from fp8rl.sweep.expand import Child, LoadedSweep
 from fp8rl.sweep.look import look
 from fp8rl.sweep.plan import Plan
 
@@ -54,13 +54,14 @@ def run_sweep(
 
     start_environment: of the `fp8rl` command. Raises what `flows.sweep.checked_sweep` does.
     """
-    from flows.sweep import SweepFailedError, checked_sweep
+    from flows.sweep import SweepFailedError, checked_sweep, source_of
 
     loaded, plan = checked_sweep(path, overrides)
     show_plan(loaded, plan, console)
     if plan_only:
         return 0
-    _let_end(loaded, plan, console)
+    if plan.folder.exists():
+        _let_end(plan, source_of(plan).known(), console)
     start_environment(loaded.children[0].recipe)
     # The day in its name is that of this moment, also after midnight.
     overrides = [*overrides, f"name={loaded.sweep.name}"]
@@ -86,13 +87,13 @@ def _work(path: Path, overrides: list[str], name: str, plan: Plan, console: Cons
     return 0
 
 
-def _let_end(loaded: LoadedSweep, plan: Plan, console: Console) -> None:
+def _let_end(plan: Plan, children: list[Child], console: Console) -> None:
     """Lets children of an earlier start end, before their Prefect server is stopped. One that somebody
     has resumed by hand goes on, and is waited for later."""
     until = time.monotonic() + _ENDING_S
     said = False
     while time.monotonic() < until:
-        running = [c.name for c in loaded.children if look(plan, c).state == "running"]
+        running = [c.name for c in children if look(plan, c).state == "running"]
         if not running:
             return
         if not said:

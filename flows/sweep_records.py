@@ -48,7 +48,7 @@ class SweepRecords:
 
     def __init__(self, plan: Plan, total_iterations: int) -> None:
         self._plan, self._total = plan, total_iterations
-        self._tracker = _tracker(plan.folder)
+        self._tracker = _tracker(plan.folder, {"prefect.flow_run_id": str(flow_run.get_id())})
         self._shown: list[dict[str, Any]] = []
         self._at = 0.0
         self._bar: Any = None
@@ -131,7 +131,7 @@ async def put_sweeps_right(runs: Path) -> list[str]:
             lock = RunLock(folder)
             try:
                 ends = State("killed", "its process is gone without a word")
-                tracker = _tracker(folder, create=False)
+                tracker = _tracker(folder, {}, create=False)
                 tracker.set_status(MLFLOW_STATUS[ends.state], ends.reason)
                 tracker.flush()
                 await mark_crashed(state["flow_run"], f"fp8rl: {ends.reason}")
@@ -142,7 +142,7 @@ async def put_sweeps_right(runs: Path) -> list[str]:
     return done
 
 
-def _tracker(folder: Path, create: bool = True) -> Tracker:
+def _tracker(folder: Path, tags: dict[str, str], create: bool = True) -> Tracker:
     values = read_plan(folder)
     assert values is not None
     return Tracker(
@@ -153,7 +153,7 @@ def _tracker(folder: Path, create: bool = True) -> Tracker:
         run_id=values["id"],
         folder=folder,
         records=lambda: _records(folder),
-        tags={SWEEP_TAG: folder.name, "prefect.flow_run_id": str(flow_run.get_id())},
+        tags={SWEEP_TAG: folder.name, **tags},
         create=create,
         params=params_of(values),
         document=(PLAN, (folder / PLAN).read_text()),

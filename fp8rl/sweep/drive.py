@@ -60,9 +60,8 @@ class ListSource:
 
 @dataclass
 class Tally:
-    """How a start of a sweep ended. states: by child. failed: that failed in it, or had before and were
-    not tried again. unmade: children of trials that were not asked for. stopped: why no further child
-    was begun; empty where all were."""
+    """How a start of a sweep ended. states: by child. failed: children that have. unmade: children of
+    trials that were not asked for. stopped: why no further child was begun; empty where all were."""
 
     states: dict[str, ChildState] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
@@ -169,7 +168,6 @@ class Drive:
         self._source.over(child, state)
         if state.is_failed:
             self._failures += 1
-            self.tally.failed.append(child.name)
 
     def _refresh(self) -> None:
         """Reads the states of children that are not known yet, or that are running."""
@@ -179,12 +177,15 @@ class Drive:
                 self.tally.states[child.name] = self._look(child)
 
     def _name_the_rest(self) -> None:
-        for name, state in self.tally.states.items():
-            if state.settled and state.is_failed and name not in self.tally.failed:
-                self.tally.failed.append(name)
+        states = self.tally.states
+        for child in self._source.known():
+            state, now = states[child.name], self._look(child)
             if state.state == "waiting":
                 reason = f"not begun: {self.tally.stopped}"
-                self.tally.states[name] = replace(state, state="skipped", reason=reason)
+                states[child.name] = replace(state, state="skipped", reason=reason)
+            elif state.state != "skipped" and now.state != "waiting":
+                states[child.name] = now  # a person may have carried it on since
+        self.tally.failed = [name for name, state in states.items() if state.is_failed]
         self.tally.unmade = self._source.left()
 
     # The budget.

@@ -14,7 +14,7 @@ from typing import Any
 from fp8rl.files import values_digest
 from fp8rl.model.dims import UnsupportedModelError
 from fp8rl.recipe.guard import Action, GuardRule
-from fp8rl.recipe.load import check_name, load_recipe, read_values, validated
+from fp8rl.recipe.load import check_name, load_recipe, read_values, validated, with_overrides
 from fp8rl.recipe.rules import RecipeError
 from fp8rl.recipe.schema import Recipe
 from fp8rl.recipe.sweep import Method, Sweep, sweep_problems
@@ -52,7 +52,7 @@ class LoadedSweep:
 
     def of_trial(self, base: Child, values: dict[str, Any], trial: int) -> Child:
         """The child `base` with the values of a trial; raises RecipeError."""
-        recipe = _recipe(self.sweep, self.path, self.sweep.arms[0], base.seed, values)
+        recipe = with_overrides(base.recipe, _as_overrides(values))
         name = f"{base.name}-t{trial:04d}"
         return Child(name, base.arm, base.seed, values, _called(recipe, name), trial)
 
@@ -137,10 +137,13 @@ def _combinations(sweep: Sweep) -> list[dict[str, Any]]:
 
 def _recipe(sweep: Sweep, path: Path, arm: str, seed: int, values: dict[str, Any]) -> Recipe:
     given = {**sweep.overrides, **values, "seed": seed, "runs_dir": sweep.runs_dir}
-    overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
     file = os.path.normpath(path.parent / arm)
-    recipe = load_recipe(file, overrides, said_by=str(path)).recipe
+    recipe = load_recipe(file, _as_overrides(given), said_by=str(path)).recipe
     return _stopped_by(recipe, sweep.stop_when) if sweep.stop_when else recipe
+
+
+def _as_overrides(values: dict[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def _stopped_by(recipe: Recipe, rules: tuple[str, ...]) -> Recipe:
@@ -178,7 +181,7 @@ def _named(sweep: Sweep, children: list[Child]) -> list[Child]:
     counts = Counter(plain)
     named = []
     for child, name in zip(children, plain, strict=True):
-        if len(name) > _LONGEST or counts[name] > 1:
+        if child.values and (len(name) > _LONGEST or counts[name] > 1):
             digest = values_digest(child.values)[:8]
             name = f"{_name(sweep, child.arm, child.seed, {})}-{digest}"
         named.append(replace(child, name=name, recipe=_called(child.recipe, name)))

@@ -50,23 +50,16 @@ class StudySource:
         self._optuna = require_optuna()
         self._loaded, self._metric = loaded, metric
         self._config: Optuna = loaded.sweep.optuna
-        self._storage = f"sqlite:///{file}"
-        self._study = self._open(0)
-        self._forget_half_asked()
-        self._states: dict[str, ChildState] = {}
-        self._closed = False
-        # Of trials that are told, too: a failed child may have been carried on since, or is to be.
-        self._pending = [child for trial in self._trials().values() for child in self._children(trial)]
-
-    def _open(self, number: int) -> Any:
-        seed = int(sha256(f"{self._config.seed} {number}".encode())[:8], 16)
-        return self._optuna.create_study(
-            storage=self._storage,
-            study_name=self._loaded.sweep.name,
+        self._study = self._optuna.create_study(
+            storage=f"sqlite:///{file}",
+            study_name=loaded.sweep.name,
             direction=str(self._config.direction),
-            sampler=self._optuna.samplers.TPESampler(seed=seed),
             load_if_exists=True,
         )
+        self._states: dict[str, ChildState] = {}
+        self._made: dict[int, list[Child]] = {}
+        self._pending: list[Child] | None = None
+        self._closed = False
 
     def _forget_half_asked(self) -> None:
         """A process that is killed while it asks leaves a trial without a number."""
@@ -81,7 +74,10 @@ class StudySource:
 
     def _children(self, trial: Any) -> list[Child]:
         number, values = trial.user_attrs[_NUMBER], dict(trial.params)
-        return [self._loaded.of_trial(base, values, number) for base in self._loaded.children]
+        if number not in self._made:
+            bases = self._loaded.children
+            self._made[number] = [self._loaded.of_trial(base, values, number) for base in bases]
+        return list(self._made[number])
 
     # As a source.
 
@@ -89,6 +85,10 @@ class StudySource:
         return [child for trial in self._trials().values() for child in self._children(trial)]
 
     def take(self) -> Child | None:
+        if self._pending is None:
+            self._forget_half_asked()
+            # Of trials that are told, too: a failed child may have been carried on since, or is to be.
+            self._pending = self.known()
         if not self._pending and not self._closed:
             number = len(self._trials())
             if number < self._config.trials:
@@ -102,9 +102,10 @@ class StudySource:
         return (self._config.trials - len(self._trials())) * len(self._loaded.children)
 
     def _ask(self, number: int) -> list[Child]:
-        study = self._open(number)
+        seed = int(sha256(f"{self._config.seed} {number}".encode())[:8], 16)
+        self._study.sampler = self._optuna.samplers.TPESampler(seed=seed)
         space = {key: self._distribution(one) for key, one in self._config.space.items()}
-        trial = study.ask(space)
+        trial = self._study.ask(space)
         trial.set_user_attr(_NUMBER, number)  # from here on it counts
         return self._children(self._trials()[number])
 

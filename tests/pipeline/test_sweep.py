@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -105,8 +106,8 @@ def test_sweep_whose_child_is_killed_and_that_is_killed_itself_ends_whole(runs_d
         assert child.info.status == "FINISHED"
         assert child.data.tags[PARENT_TAG] == parent.info.run_id
         assert (child.data.tags["fp8rl.arm"], child.data.tags["fp8rl.seed"]) == (arm, "0")
-    name = client.download_artifacts(parent.info.run_id, "children.json", str(tmp_path))
-    table = json.loads(open(name).read())
+    path = client.download_artifacts(parent.info.run_id, "children.json", str(tmp_path))
+    table = json.loads(Path(path).read_text())
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     assert [row["child"] for row in rows] == [first.name, second.name]
     for row, run in zip(rows, (first, second), strict=True):

@@ -64,7 +64,8 @@ class Prefect:
         """Starts the server, deploys as infra/prefect.yaml says, and starts the worker."""
         self._spawn("server", "server", "start", "--host", "127.0.0.1", "--port", str(self.port))
         until("the Prefect server", START_S, self._answers)
-        self.command("prefect", "work-pool", "create", "fp8rl", "--type", "process")
+        for pool in ("fp8rl", "fp8rl-sweeps"):
+            self.command("prefect", "work-pool", "create", pool, "--type", "process")
         self.command(
             "prefect", "--no-prompt", "deploy", "--prefect-file", "infra/prefect.yaml", "--all"
         )
