@@ -9,9 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8rl.recipe.schema import Recipe
+from fp8rl.sweep.check import checked_sweep
 from fp8rl.sweep.expand import Child, LoadedSweep
 from fp8rl.sweep.look import look
 from fp8rl.sweep.plan import Plan
+from fp8rl.sweep.study import source_of
 
 # For children of a start that was killed: they were told to end, and save what they have.
 _ENDING_S = 120.0
@@ -52,10 +54,8 @@ def run_sweep(
 ) -> int:
     """Shows the plan, and works through it unless `plan_only`; the command's exit code.
 
-    start_environment: of the `fp8rl` command. Raises what `flows.sweep.checked_sweep` does.
+    start_environment: of the `fp8rl` command. Raises what `checked_sweep` does.
     """
-    from flows.sweep import SweepFailedError, checked_sweep, source_of
-
     loaded, plan = checked_sweep(path, overrides)
     show_plan(loaded, plan, console)
     if plan_only:
@@ -65,26 +65,27 @@ def run_sweep(
     start_environment(loaded.children[0].recipe)
     # The day in its name is that of this moment, also after midnight.
     overrides = [*overrides, f"name={loaded.sweep.name}"]
-    try:
-        return _work(path, overrides, loaded.sweep.name, plan, console)
-    except SweepFailedError as error:
-        console.print(str(error), style="red", soft_wrap=True, highlight=False, markup=False)
-        return 1
+    return _work(path, overrides, plan, console)
 
 
-def _work(path: Path, overrides: list[str], name: str, plan: Plan, console: Console) -> int:
+def _work(path: Path, overrides: list[str], plan: Plan, console: Console) -> int:
+    # Not before the environment is set: Prefect reads it when it is imported.
     from prefect.exceptions import CancelledRun
 
-    from flows.sweep import sweep
+    from flows.sweep import SweepFailedError, sweep
     from flows.sweep_view import SweepView
 
-    with SweepView(console, f"Sweep {name}"):
+    code = 0
+    with SweepView(console, f"Sweep {plan.name}"):
         try:
             asyncio.run(sweep(str(path), overrides))
         except CancelledRun as stopped:
-            console.print(str(stopped), style="yellow", soft_wrap=True, highlight=False)
+            console.print(str(stopped), style="yellow", soft_wrap=True, highlight=False, markup=False)
+        except SweepFailedError as error:
+            console.print(str(error), style="red", soft_wrap=True, highlight=False, markup=False)
+            code = 1
     console.print(f"What became of it: {plan.folder}/summary.json", soft_wrap=True, highlight=False)
-    return 0
+    return code
 
 
 def _let_end(plan: Plan, children: list[Child], console: Console) -> None:

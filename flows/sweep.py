@@ -17,44 +17,16 @@ from flows.environment import set_quiet
 from flows.sweep_children import DeploymentRuns, Processes, environment_of_children
 from flows.sweep_records import SweepRecords, row_of
 from fp8rl.lock import RunLock
-from fp8rl.preflight import require_runnable
-from fp8rl.recipe.rules import RecipeError
-from fp8rl.recipe.sweep import Method
 from fp8rl.runs import State, remove_unborn
-from fp8rl.sweep.drive import Drive, ListSource, Source, Tally
-from fp8rl.sweep.expand import LoadedSweep, load_sweep, require_children_runnable
-from fp8rl.sweep.look import look, metric_of
-from fp8rl.sweep.plan import Plan, draft_plan, name_of_flow, open_plan
-from fp8rl.sweep.study import StudySource, require_optuna
+from fp8rl.sweep.check import checked_sweep
+from fp8rl.sweep.drive import Drive, Tally
+from fp8rl.sweep.look import look
+from fp8rl.sweep.plan import Plan, open_plan
+from fp8rl.sweep.study import StudySource, source_of
 
 
 class SweepFailedError(RuntimeError):
     """Children of the sweep failed. All records are made; a start of the sweep carries them on."""
-
-
-def checked_sweep(path: Path, overrides: list[str], flow_run_id: str = "") -> tuple[LoadedSweep, Plan]:
-    """The sweep with all that can be known before anything starts, and its plan, not committed.
-
-    flow_run_id: the Prefect flow run, whose retry goes on with the sweep that it began. Raises
-    RecipeError, SweepChangedError or RunExistsError with every reason; nothing was changed then.
-    """
-    loaded = load_sweep(path, overrides)
-    if flow_run_id and (name := name_of_flow(Path(loaded.sweep.runs_dir).resolve(), flow_run_id)):
-        loaded = load_sweep(path, [*overrides, f"name={name}"])
-    if loaded.sweep.method is Method.OPTUNA:
-        require_optuna()
-    plan = draft_plan(loaded)
-    trackings = {child.recipe.tracking.model_dump_json() for child in loaded.children}
-    if len(trackings) > 1:
-        raise RecipeError(
-            f"{path}: the children's tracking differs: {' and '.join(sorted(trackings))}. MLflow shows "
-            "them under the sweep only in one place: set tracking in overrides"
-        )
-    # What is begun has been asked, and may have lost since what only a beginning needs.
-    waiting = [c for c in loaded.children if plan.run_of(c) is None]
-    is_study = loaded.sweep.optuna is not None
-    require_children_runnable(loaded, require_runnable, None if is_study else waiting)
-    return loaded, plan
 
 
 def _flow_run_name() -> str:
@@ -126,14 +98,6 @@ async def _drive(
     if isinstance(source, StudySource):
         summary["best"] = source.best()
     return tally, summary
-
-
-def source_of(plan: Plan) -> Source:
-    """Where the sweep's children come from."""
-    if plan.loaded.sweep.optuna is None:
-        return ListSource(plan.loaded.children)
-    file = plan.folder / "study.db"
-    return StudySource(plan.loaded, file, lambda child, name: metric_of(plan, child, name))
 
 
 def _ends(tally: Tally) -> State:

@@ -17,8 +17,10 @@ from typing import Any
 from fp8rl.files import sha256
 from fp8rl.recipe.rules import RecipeError
 from fp8rl.recipe.sweep import Kind, Optuna, Space
+from fp8rl.sweep.drive import ListSource, Source
 from fp8rl.sweep.expand import Child, LoadedSweep
-from fp8rl.sweep.look import ChildState
+from fp8rl.sweep.look import ChildState, metric_of
+from fp8rl.sweep.plan import Plan
 
 _NUMBER = "fp8rl.trial"
 MISSING = (
@@ -173,3 +175,11 @@ class StudySource:
         except ValueError:
             return None
         return {"trial": best.user_attrs[_NUMBER], "value": best.value, "values": best.params}
+
+
+def source_of(plan: Plan) -> Source:
+    """Where the sweep's children come from."""
+    if plan.loaded.sweep.optuna is None:
+        return ListSource(plan.loaded.children)
+    file = plan.folder / "study.db"
+    return StudySource(plan.loaded, file, lambda child, name: metric_of(plan, child, name))

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.sweep import checked_sweep
 from fp8rl.files import from_sealed
 from fp8rl.preflight import require_runnable
 from fp8rl.recipe.guard import Action
 from fp8rl.recipe.load import load_recipe
 from fp8rl.recipe.rules import RecipeError
 from fp8rl.runs import RunExistsError
+from fp8rl.sweep.check import checked_sweep
 from fp8rl.sweep.expand import load_sweep, require_children_runnable
 from fp8rl.sweep.plan import (
     PLAN,

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import yaml
 
-from flows.sweep import _ends, source_of
+from flows.sweep import _ends
 from flows.sweep_children import tagged
 from fp8rl.journal import ITERATION, StepRecord
 from fp8rl.lock import RunLock
@@ -23,6 +23,7 @@ from fp8rl.sweep.drive import Drive, Tally
 from fp8rl.sweep.expand import Child, load_sweep
 from fp8rl.sweep.look import ACCURACY, MISMATCH, ChildState, look, metric_of
 from fp8rl.sweep.plan import Plan, open_plan
+from fp8rl.sweep.study import source_of
 from tests.folders import about, this_attempt
 
 ROOT = Path(__file__).parents[2]
@@ -402,7 +403,7 @@ PARENT = """
 import subprocess, sys
 child = "import os, time; from flows.child import end_with; end_with(os.getppid());"
 child += "print('up', flush=True); time.sleep(600)"
-process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, start_new_session=True)
+process = subprocess.Popen([sys.executable, "-c", child], stdout=-1, start_new_session=True)
 process.stdout.readline()
 print(process.pid, flush=True)
 process.wait()
