@@ -14,7 +14,12 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled
 
 from flows.environment import set_quiet
-from flows.sweep_children import DeploymentRuns, Processes, environment_of_children
+from flows.sweep_children import (
+    DeploymentRuns,
+    Processes,
+    environment_of_children,
+    require_deployment,
+)
 from flows.sweep_records import SweepRecords, row_of
 from fp8rl.lock import RunLock
 from fp8rl.runs import State, remove_unborn
@@ -45,6 +50,8 @@ async def sweep(file: str, overrides: list[str] | None = None) -> Any:
     set_quiet()  # a worker starts this flow without the command
     flow_run_id = str(flow_run.get_id())
     loaded, draft = checked_sweep(Path(file), overrides or [], flow_run_id)
+    if is_deployed := deployment.get_id() is not None:
+        await require_deployment()
     remove_unborn(draft.runs)
     draft.folder.mkdir(parents=True, exist_ok=True)
     lock = RunLock(draft.folder)
@@ -56,7 +63,10 @@ async def sweep(file: str, overrides: list[str] | None = None) -> Any:
         at_the_end.callback(lambda: records.end(ends))
         try:
             tags = await records.begin()
-            children = await _launcher(plan, tags)
+            if is_deployed:
+                children: Processes | DeploymentRuns = DeploymentRuns(plan, tags)
+            else:
+                children = Processes(plan, tags, await environment_of_children())
             at_the_end.callback(children.stop)
             tally, summary = await _drive(plan, children, records)
         except BaseException as error:
@@ -71,12 +81,6 @@ async def sweep(file: str, overrides: list[str] | None = None) -> Any:
         if ends.state == "stopped":
             return Cancelled(name="Stopped", message=ends.reason)
         return summary
-
-
-async def _launcher(plan: Plan, tags: dict[str, str]) -> Processes | DeploymentRuns:
-    if deployment.get_id() is not None:
-        return DeploymentRuns(plan, tags)
-    return Processes(plan, tags, await environment_of_children())
 
 
 async def _drive(

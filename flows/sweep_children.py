@@ -117,6 +117,18 @@ def _override(tags: dict[str, str]) -> str:
     return f"tracking.tags={json.dumps(tags)}"
 
 
+async def require_deployment() -> None:
+    """Raises RecipeError where Prefect has no deployment for the children."""
+    async with get_client() as client:
+        try:
+            await client.read_deployment_by_name(DEPLOYMENT)
+        except ObjectNotFound:
+            raise RecipeError(
+                f"Prefect has no deployment {DEPLOYMENT}, which runs a sweep's children: "
+                "prefect --no-prompt deploy --prefect-file infra/prefect.yaml --all"
+            ) from None
+
+
 class DeploymentRuns:
     """Children as runs of the deployment `train/train`. tags: of their MLflow runs.
 
@@ -129,7 +141,7 @@ class DeploymentRuns:
         self._running: dict[str, UUID] = {}
 
     async def launch(self, child: Child, state: ChildState) -> str:
-        """A `drive.Launch`; raises RecipeError where the deployment is missing."""
+        """A `drive.Launch`."""
         found = await self._ask(child)
         self._running[child.name] = found.id
         async with get_client() as client:
@@ -151,21 +163,15 @@ class DeploymentRuns:
         key = f"{self._plan.id}/{child.name}/{len(run.attempts()) if run else 0}"
         asked = time.time()
         while True:
-            try:
-                found = await arun_deployment(
-                    DEPLOYMENT,
-                    parameters=parameters,
-                    timeout=0,
-                    idempotency_key=key,
-                    as_subflow=False,
-                    flow_run_name=child.name,
-                    tags=["fp8rl", self._plan.name],
-                )
-            except ObjectNotFound:
-                raise RecipeError(
-                    f"Prefect has no deployment {DEPLOYMENT}, which runs a sweep's children: "
-                    "prefect --no-prompt deploy --prefect-file infra/prefect.yaml --all"
-                ) from None
+            found = await arun_deployment(
+                DEPLOYMENT,
+                parameters=parameters,
+                timeout=0,
+                idempotency_key=key,
+                as_subflow=False,
+                flow_run_name=child.name,
+                tags=["fp8rl", self._plan.name],
+            )
             ended = found.end_time.timestamp() if found.end_time else asked
             if not (found.state and found.state.is_final()) or ended > asked:
                 return found
