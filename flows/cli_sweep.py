@@ -34,8 +34,7 @@ def show_plan(loaded: LoadedSweep, plan: Plan, console: Console) -> None:
         cells = (child.arm, str(child.seed), values, str(child.recipe.iterations), state)
         table.add_row(name, *cells)
     console.print(table)
-    per_trial = sum(child.recipe.iterations for child in loaded.children)
-    total = per_trial * (study.trials if study else 1)
+    total = loaded.iterations
     text = f"{loaded.count} children, {total} iterations"
     if study is not None:
         text += f", {study.trials} trials for the best {study.metric} ({study.direction})"

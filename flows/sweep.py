@@ -58,7 +58,7 @@ async def sweep(file: str, overrides: list[str] | None = None) -> Any:
     with ExitStack() as at_the_end:
         at_the_end.callback(lock.release)
         plan = open_plan(loaded, flow_run_id)
-        records = SweepRecords(plan, loaded.count * loaded.children[0].recipe.iterations)
+        records = SweepRecords(plan)
         ends = State("failed", "the process ended before it could say why")
         at_the_end.callback(lambda: records.end(ends))
         try:

@@ -25,7 +25,7 @@ from fp8rl.recipe.schema import Recipe
 from fp8rl.runs import State
 from fp8rl.sweep.drive import Tally
 from fp8rl.sweep.expand import Child
-from fp8rl.sweep.look import ChildState
+from fp8rl.sweep.look import ChildState, look
 from fp8rl.sweep.plan import PLAN, SWEEP_TAG, SWEEPS, Plan, params_of, read_plan
 from fp8rl.tracking import MLFLOW_STATUS, Tracker
 
@@ -46,10 +46,11 @@ def row_of(child: Child, state: ChildState) -> dict[str, Any]:
 class SweepRecords:
     """The records of one start of the sweep `plan`."""
 
-    def __init__(self, plan: Plan, total_iterations: int) -> None:
-        self._plan, self._total = plan, total_iterations
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._total = plan, plan.loaded.iterations
         self._tracker = _tracker(plan.folder, {"prefect.flow_run_id": str(flow_run.get_id())})
         self._shown: list[dict[str, Any]] = []
+        self._children: list[Child] = []
         self._at = 0.0
         self._bar: Any = None
 
@@ -74,21 +75,28 @@ class SweepRecords:
             states == [row["state"] for row in self._shown] and time.time() - self._at < _EVERY_S
         ):
             return
-        self._shown, self._at = rows, time.time()
+        self._children, self._at = children, time.time()
         done = sum(row["iteration"] for row in rows)
-        over = tally.count("finished", "stopped")
-        text = f"{over} of {self._plan.loaded.count} children are over"
-        progress.emit(progress.Event("sweep", text, done=done, total=self._total, table=tuple(rows)))
         self._note_points(tally, done)
-        columns = {name: [row.get(name) for row in rows] for name in _columns(rows)}
-        self._tracker.put_table("children.json", columns)
-        self._tracker.flush()
+        text = self._show(rows)
         await acreate_table_artifact(
             [_linked(row, self._tracker.uri) for row in rows],
             key=artifact_key(f"sweep-{self._plan.name}", "children"),
             description=f"Sweep {self._plan.name}: {text}",
         )
         await aupdate_progress_artifact(self._bar, progress=min(100.0, 100.0 * done / self._total))
+
+    def _show(self, rows: list[dict[str, Any]]) -> str:
+        """Shows the rows to listeners and in MLflow; returns in words how many are over."""
+        self._shown = rows
+        over = sum(row["state"] in ("finished", "stopped") for row in rows)
+        text = f"{over} of {self._plan.loaded.count} children are over"
+        done = sum(row["iteration"] for row in rows)
+        progress.emit(progress.Event("sweep", text, done=done, total=self._total, table=tuple(rows)))
+        columns = {name: [row.get(name) for row in rows] for name in _columns(rows)}
+        self._tracker.put_table("children.json", columns)
+        self._tracker.flush()
+        return text
 
     def _note_points(self, tally: Tally, iterations: int) -> None:
         """A point for MLflow where more children are over than at the last one. Points are kept, since
@@ -104,6 +112,15 @@ class SweepRecords:
             points.append({"over": over, "t_ms": int(time.time() * 1000), "metrics": metrics})
             write_atomic(self._plan.folder / "history.json", to_sealed({"points": points}))
 
+    def _show_the_end(self) -> None:
+        """Children that were running when the sweep was told to end have ended since."""
+        if any(row["state"] == "running" for row in self._shown):
+            pairs = zip(self._shown, self._children, strict=True)
+            self._show([row if row["state"] != "running" else self._now(c) for row, c in pairs])
+
+    def _now(self, child: Child) -> dict[str, Any]:
+        return row_of(child, look(self._plan, child))
+
     def put_summary(self, summary: dict[str, Any]) -> None:
         self._tracker.put_json("summary.json", summary)
         write_atomic(self._plan.folder / "summary.json", to_sealed(summary))
@@ -112,6 +129,7 @@ class SweepRecords:
         """Says how the sweep ended. Never raises: what ended it is what the user is to see."""
         try:
             _write_state(self._plan.folder, ends, str(flow_run.get_id()))
+            self._show_the_end()
             self._tracker.set_status(MLFLOW_STATUS[ends.state], ends.reason or None)
             self._tracker.flush()
         except Exception as error:

@@ -59,8 +59,16 @@ class LoadedSweep:
     @property
     def count(self) -> int:
         """Children that it has when all are begun."""
-        study = self.sweep.optuna
-        return len(self.children) * (study.trials if study else 1)
+        return len(self.children) * self._trials
+
+    @property
+    def iterations(self) -> int:
+        """Of all its children together."""
+        return sum(child.recipe.iterations for child in self.children) * self._trials
+
+    @property
+    def _trials(self) -> int:
+        return self.sweep.optuna.trials if self.sweep.optuna else 1
 
 
 def load_sweep(

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from flows.cli import app
 from fp8rl.files import from_sealed
 from fp8rl.preflight import require_runnable
 from fp8rl.recipe.guard import Action
@@ -208,6 +210,24 @@ def test_sweeps_that_are_shipped_can_run(path, tmp_path):
     loaded, plan = checked_sweep(path, [f"runs_dir={tmp_path}"])
     assert loaded.children
     assert not plan.folder.exists()
+
+
+def test_plan_is_shown_and_nothing_is_started(tmp_path):
+    path = write(tmp_path, seeds=[0, 1], budget={"iterations": 50})
+    shown = CliRunner().invoke(app, ["sweep", str(path), "--plan", "axes.learner.lr=[1e-4,2e-4]"])
+    assert shown.exit_code == 0, shown.output
+    for text in (
+        *("s-bf16-s0-lr0.0001", "s-bf16-s1-lr0.0002", "learner.lr=0.0002", "waiting"),
+        "4 children, 160 iterations; the budget of 50 iterations is too small for all of them",
+    ):
+        assert text in shown.output
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_bad_sweep_is_exit_code_2(tmp_path):
+    done = CliRunner().invoke(app, ["sweep", str(write(tmp_path)), "axes.learner.lr=[-1]"])
+    assert done.exit_code == 2
+    assert list(tmp_path.iterdir()) == [tmp_path / "sweep.yaml"]
 
 
 # --- its plan

@@ -3,6 +3,7 @@ kept here, and tests/pipeline/test_sweep.py has the real one."""
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,12 @@ from flows.sweep_records import SweepRecords, put_sweeps_right
 from fp8rl import progress
 from fp8rl.lock import RunLock
 from fp8rl.runs import Run, State
-from fp8rl.sweep.drive import Drive
-from fp8rl.sweep.look import look
+from fp8rl.sweep.drive import Drive, Tally
+from fp8rl.sweep.look import ChildState, look
 from fp8rl.sweep.plan import PARENT_TAG, Plan
 from fp8rl.sweep.study import source_of
 from fp8rl.tracking import tracking_uri
+from fp8rl.tracking_server import Server
 from tests.sweeps import Training, plan_of
 
 
@@ -42,8 +44,17 @@ class Prefect:
         self.crashed.append(flow_run)
 
 
+@pytest.fixture(scope="module")
+def database(tmp_path_factory):
+    """An MLflow database with nothing in it, made once."""
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    with Server(f"sqlite:///{path}").reached():
+        return path
+
+
 @pytest.fixture
-def prefect(monkeypatch):
+def prefect(monkeypatch, tmp_path, database):
+    shutil.copyfile(database, tmp_path / "mlflow.db")
     told = Prefect()
     for name, call in (
         ("acreate_table_artifact", told.table),
@@ -59,7 +70,7 @@ def prefect(monkeypatch):
 def run(plan: Plan, training: Training) -> None:
     """One start of the sweep with its records."""
     source = source_of(plan)
-    records = SweepRecords(plan, 8)
+    records = SweepRecords(plan)
 
     async def both() -> None:
         tags = await records.begin()
@@ -125,10 +136,30 @@ def test_mlflow_and_prefect_are_told_of_each_child(tmp_path: Path, prefect):
     assert [(point.step, point.value) for point in points] == [(1, 1), (2, 2)]
 
 
+def test_children_that_are_told_to_end_with_the_sweep_are_shown_as_they_ended(tmp_path, prefect):
+    plan = plan_of(tmp_path, seeds=[0, 1])
+    training = Training(plan, {"s-bf16-s0": [("cancelled", 2)]})
+    records = SweepRecords(plan)
+    first, second = plan.loaded.children
+
+    async def both() -> None:
+        await records.begin()
+        tally = Tally({first.name: ChildState("running"), second.name: ChildState("waiting")})
+        await records.tell(tally, [first, second])
+        await training.launch(first, tally.states[first.name])
+
+    asyncio.run(both())
+    events: list[progress.Event] = []
+    with progress.listening(events.append):
+        records.end(State("cancelled", "told to end"))
+    assert [row["state"] for row in events[-1].table] == ["cancelled", "waiting"]
+    assert mlflow_run(plan)[1].info.status == "KILLED"
+
+
 def test_a_sweep_that_was_killed_is_put_right(tmp_path: Path, prefect):
     plan = plan_of(tmp_path, seeds=[0])
     lock = RunLock(plan.folder)
-    records = SweepRecords(plan, 4)
+    records = SweepRecords(plan)
     asyncio.run(records.begin())
     assert asyncio.run(put_sweeps_right(tmp_path)) == []  # it goes on
     assert mlflow_run(plan)[1].info.status == "RUNNING"
