@@ -140,6 +140,24 @@ def run(recipe: RecipePath, overrides: Overrides = None) -> None:
         _train_and_tell(loaded.recipe)
 
 
+@app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(help="Sweep file, for example configs/sweeps/precision.yaml")],
+    overrides: Overrides = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Only check it and show its runs")] = False,
+) -> None:
+    """Train every run of a sweep, or carry the sweep on."""
+    from flows.cli_sweep import run_sweep
+
+    with _user_errors():
+        given = overrides or []
+        done = run_sweep(
+            file, given, plan_only=plan, console=console, start_environment=_start_environment
+        )
+    if done:
+        raise typer.Exit(done)
+
+
 RunsDir = Annotated[Path, typer.Option("--runs-dir", help="The runs folder")]
 RunName = Annotated[str, typer.Argument(help="A run's name; `fp8rl runs` lists them")]
 

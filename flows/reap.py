@@ -4,16 +4,11 @@ import time
 from pathlib import Path
 
 from flows.automations import mark_crashed
+from flows.sweep_records import put_sweeps_right
 from fp8rl import progress
 from fp8rl.lock import LockedError, RunLock
 from fp8rl.runs import Run, State, all_runs, remove_unborn
-from fp8rl.tracking import Tracker
-
-# How MLflow names the ways a run ends.
-MLFLOW_STATUS = {
-    **{"finished": "FINISHED", "failed": "FAILED"},
-    **dict.fromkeys(("cancelled", "stopped", "killed"), "KILLED"),
-}
+from fp8rl.tracking import MLFLOW_STATUS, Tracker
 
 
 async def put_right(runs: Path, but: str | None = None) -> list[str]:
@@ -32,6 +27,10 @@ async def put_right(runs: Path, but: str | None = None) -> list[str]:
             done += await put_run_right(run)
         except Exception as error:  # what is wrong with one run must not stop another one
             done.append(f"run {run.name} could not be put right: {error}")
+    try:
+        done += await put_sweeps_right(runs)
+    except Exception as error:
+        done.append(f"the sweeps could not be put right: {error}")
     for line in done:
         progress.emit(progress.Event("note", line))
     return done

@@ -24,7 +24,7 @@ from flows.hooks import put_right_after
 from flows.iteration import first_weights, iteration
 from flows.live_artifact import LiveArtifact
 from flows.opening import Opened, open_run
-from flows.reap import MLFLOW_STATUS, put_right
+from flows.reap import put_right
 from flows.restart import StartTimes
 from flows.showing import artifact_key, show_evaluation, show_guard, show_kv, show_worst
 from flows.stopping import (
@@ -44,7 +44,7 @@ from fp8rl.recipe.rules import warnings
 from fp8rl.recipe.schema import Recipe
 from fp8rl.report import summarise
 from fp8rl.runs import State
-from fp8rl.tracking import Tracker
+from fp8rl.tracking import MLFLOW_STATUS, Tracker
 from tasks.causes import first_line
 from tasks.checkpoint import finish_checkpoint, save_before_leaving
 from tasks.log_model import log_final_model
@@ -285,6 +285,7 @@ def _end_records(opened: Opened, tracker: Tracker, ends: State) -> None:
 def _tags(opened: Opened) -> dict[str, str]:
     recipe = opened.recipe
     tags = {
+        **recipe.tracking.tags,
         "fp8rl.arm": recipe.arm or "",
         "fp8rl.recipe_digest": recipe.digest(),
         "fp8rl.seed": str(recipe.seed),

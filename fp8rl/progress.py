@@ -3,13 +3,15 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Event:
     """kind: "phase" (text, done, total), "step" (a step begins: text, iteration), "cached" (it was
     committed before), "chunk" (of a rollout: iteration, done, total), "restored" (the learner: metrics
-    load_s, replay_s, replayed), "iteration" (iteration, metrics), "note" (text).
+    load_s, replay_s, replayed), "iteration" (iteration, metrics), "note" (text), "sweep" (text, done
+    and total iterations of all children, table: a row for each child).
     """
 
     kind: str
@@ -18,6 +20,7 @@ class Event:
     done: int = 0
     total: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    table: tuple[dict[str, Any], ...] = ()
 
 
 Listener = Callable[[Event], None]

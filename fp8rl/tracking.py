@@ -20,8 +20,13 @@ from fp8rl.recipe.schema import Recipe
 from fp8rl.tracking_queue import Queue
 from fp8rl.tracking_server import RUN_ID_TAG, RUN_TAG, AwayError, Server, TrackingError, tracking_uri
 
-__all__ = ["RUN_ID_TAG", "RUN_TAG", "Tracker", "TrackingError", "tracking_uri"]
+__all__ = ["MLFLOW_STATUS", "RUN_ID_TAG", "RUN_TAG", "Tracker", "TrackingError", "tracking_uri"]
 
+# How MLflow names the ways a run ends.
+MLFLOW_STATUS = {
+    **{"finished": "FINISHED", "failed": "FAILED"},
+    **dict.fromkeys(("cancelled", "stopped", "killed"), "KILLED"),
+}
 _STATUSES = ("RUNNING", "FINISHED", "FAILED", "KILLED")
 
 
@@ -42,8 +47,13 @@ class Tracker:
         records: Callable[[], list[StepRecord]],
         tags: dict[str, str],
         create: bool = True,
+        params: dict[str, str] | None = None,
+        document: tuple[str, str] | None = None,
     ) -> None:
         """create: false never makes an MLflow run, only keeps one up to date. No network is used.
+
+        params, document (an artifact's name and text): for a run that is not of a recipe, in place of
+        the recipe's values and of recipe.yaml; `recipe` says where MLflow is.
 
         Raises ValueError for a run id that cannot stand in a search.
         """
@@ -53,6 +63,8 @@ class Tracker:
         self._server = Server(self.uri)
         self._recipe, self._run, self._run_id = recipe, run, run_id
         self._records, self._tags, self._create = records, tags, create
+        self._params = flatten(recipe) if params is None else params
+        self._document = document or ("recipe.yaml", to_yaml(recipe))
         self._queue = Queue(folder / "tracking")
         self._opened = False
         self._opened_in: str | None = None  # the experiment's id
@@ -84,7 +96,7 @@ class Tracker:
         self._queue.state.pushed.pop("status", None)
         self._opened = False
         self._queue.save()
-        self._queue.write("recipe.yaml", to_yaml(self._recipe))
+        self._queue.write(*self._document)
         try:
             self._push()
         except AwayError as away:
@@ -282,7 +294,7 @@ class Tracker:
 
     def _push_description(self, client: Any, run: str) -> None:
         """Params, tags, data sets and artifacts."""
-        queue, params, tags = self._queue, flatten(self._recipe), self._all_tags()
+        queue, params, tags = self._queue, self._params, self._all_tags()
         if not queue.has("params", values_digest(params)):
             tracking_server.push_params(client, run, params)
             queue.pushed("params", values_digest(params))
@@ -321,7 +333,7 @@ class Tracker:
         return {**self._queue.state.tags, RUN_TAG: self._run, RUN_ID_TAG: self._run_id}
 
     def _params_digest(self) -> str:
-        return values_digest(flatten(self._recipe))
+        return values_digest(self._params)
 
 
 def _cell(value: Any) -> Any:

@@ -7,9 +7,10 @@ precision: {rollout: fp8}
 import difflib
 import json
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -22,8 +23,9 @@ _REPLACED = "task.options"
 # The task is said in one of two ways; a file that says it in one drops the other's of its base.
 _INSTEAD = {"sources": ("name", "options"), "name": ("sources",)}
 # What the runs folder holds besides runs.
-_RESERVED = ("compare", "demo", "mlartifacts", "mlflow.db", "numerics")
+_RESERVED = ("compare", "demo", "mlartifacts", "mlflow.db", "numerics", "sweeps")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+Model = TypeVar("Model", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -68,27 +70,44 @@ def _yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
-def load_recipe(path: str | Path, overrides: list[str] | None = None) -> LoadedRecipe:
+def load_recipe(
+    path: str | Path, overrides: list[str] | None = None, said_by: str = "command line"
+) -> LoadedRecipe:
     """Reads the recipe at `path`, applies `overrides` ("key.sub=value") and validates it.
 
-    Raises RecipeError with every unknown key (and the nearest known one) and every bad value.
+    said_by: where the overrides stand, for messages. Raises RecipeError with every unknown key (and
+    the nearest known one) and every bad value.
     """
     path = Path(path)
-    values, origins = _read(path, ())
-    for text in overrides or []:
-        _override(values, origins, text)
+    values, origins = read_values(path, overrides or [], said_by)
     values.setdefault("arm", path.stem)
     return LoadedRecipe(_validated(values, origins, path), path, origins)
 
 
-def _validated(values: dict[str, Any], origins: dict[str, str], path: Path) -> Recipe:
-    problems = list(_unknown_keys(values, Recipe, "", origins))
+def read_values(
+    path: Path, overrides: list[str], said_by: str = "command line"
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of a YAML file with `extends` and `overrides`, not validated, and where each came
+    from; raises RecipeError for what cannot be read."""
+    values, origins = _read(path, ())
+    for text in overrides:
+        _override(values, origins, text, said_by)
+    return values, origins
+
+
+def validated(values: dict[str, Any], model: type[Model], origins: dict[str, str], path: Path) -> Model:
+    """`values` as a `model`; raises RecipeError with every unknown key and every bad value."""
+    problems = list(_unknown_keys(values, model, "", origins))
     if problems:
         raise RecipeError(f"{path}: " + "\n".join(problems))
     try:
-        recipe = Recipe.model_validate(values)
+        return model.model_validate(values)
     except ValidationError as error:
         raise RecipeError(_explain(error, path, origins)) from None
+
+
+def _validated(values: dict[str, Any], origins: dict[str, str], path: Path) -> Recipe:
+    recipe = validated(values, Recipe, origins, path)
     if recipe.name is not None:
         check_name(recipe.name)
     return recipe
@@ -165,7 +184,9 @@ def _merge(
             origins[dotted] = origin
 
 
-def _override(values: dict[str, Any], origins: dict[str, str], text: str) -> None:
+def _override(
+    values: dict[str, Any], origins: dict[str, str], text: str, said_by: str = "command line"
+) -> None:
     dotted, separator, raw = text.partition("=")
     if not separator or not dotted:
         raise RecipeError(f"override {text!r}: write it as key=value, for example iterations=2")
@@ -176,11 +197,12 @@ def _override(values: dict[str, Any], origins: dict[str, str], text: str) -> Non
     nested: Any = value
     for key in reversed(dotted.split(".")):
         nested = {key: nested}
-    _merge(values, nested, origins, "command line", "")
+    _merge(values, nested, origins, said_by, "")
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    if get_origin(annotation) is tuple:  # a list of them is one value, such as correction.reject
+    # A list or mapping of them is one value, such as correction.reject.
+    if get_origin(annotation) in (tuple, dict):
         return None
     candidates = [annotation, *get_args(annotation)]
     for candidate in candidates:
@@ -216,15 +238,44 @@ def _unknown_keys(
 
 def _unknown(dotted: str, model: type[BaseModel], prefix: str, origins: dict[str, str]) -> str:
     siblings = [f"{prefix}{name}" for name in model.model_fields]
+    hint = _hint(dotted, siblings) or f"; known here: {', '.join(siblings)}"
+    where = f" ({origins[dotted]})" if dotted in origins else ""
+    return f"unknown key {dotted!r}{where}{hint}"
+
+
+def _hint(dotted: str, siblings: list[str]) -> str:
     near = difflib.get_close_matches(dotted, siblings, n=1, cutoff=0.6)
     if not near:
         # Right name, wrong place: `lr` for `learner.lr`.
         last = dotted.rsplit(".", 1)[-1]
         by_last = {key.rsplit(".", 1)[-1]: key for key in reversed(dotted_keys())}
         near = [by_last[name] for name in difflib.get_close_matches(last, by_last, n=1)]
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(siblings)}"
-    where = f" ({origins[dotted]})" if dotted in origins else ""
-    return f"unknown key {dotted!r}{where}{hint}"
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def by_recipe_key(values: dict[str, Any]) -> dict[str, Any]:
+    """{dotted recipe key: value} of `values`, whose keys may be dotted or nested. Keys that no recipe
+    has stay, for `unknown_recipe_keys` to name."""
+    sections = {key.rpartition(".")[0] for key in dotted_keys()}
+    sections |= {part.rpartition(".")[0] for part in sections}
+
+    def walk(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for key, value in values.items():
+            dotted = f"{prefix}{key}"
+            if isinstance(value, dict) and dotted in sections:
+                yield from walk(value, f"{dotted}.")
+            else:
+                yield dotted, value
+
+    return dict(walk(values, ""))
+
+
+def unknown_recipe_keys(keys: Iterable[str]) -> Iterator[str]:
+    """A message for each of `keys` that is not a value of a recipe, dotted."""
+    known = dotted_keys()
+    for key in keys:
+        if key not in known and not key.startswith("task.options."):
+            yield f"unknown recipe key {key!r}{_hint(key, known)}"
 
 
 def _explain(error: ValidationError, path: Path, origins: dict[str, str]) -> str:

@@ -25,6 +25,7 @@ from fp8rl.recipe.durability import Checkpoint, Retry, Stop
 from fp8rl.recipe.guard import Guard
 from fp8rl.recipe.objective import Correction, Objective
 from fp8rl.recipe.reward import DEFAULT_REWARDS, AnyVerifier, RewardLimits
+from fp8rl.recipe.tracking import Tracking
 
 _NOT_NUMBERS = {
     *("name", "arm", "runs_dir", "tracking", "step_timeout_s"),
@@ -303,16 +304,6 @@ class Evaluate(Section):
     bf16: bool = False
     """Answer in BF16 too, by a second engine with the same weights (the same one where the rollout is
     in BF16)."""
-
-
-class Tracking(Section):
-    uri: str | None = None
-    """MLflow tracking URI. Empty: MLFLOW_TRACKING_URI, else SQLite in the runs folder."""
-    experiment: str = "fp8rl"
-    system_metrics: bool = True
-    """Log CPU, memory, disk, network and GPUs of the flow's machine to MLflow, every 10 s."""
-    log_model: bool = False
-    """Log the final policy to MLflow as a model that `mlflow.transformers` loads, in BF16."""
 
 
 class Recipe(Section):

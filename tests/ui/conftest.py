@@ -64,12 +64,16 @@ class Prefect:
         """Starts the server, deploys as infra/prefect.yaml says, and starts the worker."""
         self._spawn("server", "server", "start", "--host", "127.0.0.1", "--port", str(self.port))
         until("the Prefect server", START_S, self._answers)
-        self.command("prefect", "work-pool", "create", "fp8rl", "--type", "process")
+        for pool in ("fp8rl", "fp8rl-sweeps"):
+            self.command("prefect", "work-pool", "create", pool, "--type", "process")
         self.command(
             "prefect", "--no-prompt", "deploy", "--prefect-file", "infra/prefect.yaml", "--all"
         )
-        # The worker from another folder: the deployment knows its own.
-        self._spawn("worker", "worker", "start", "--pool", "fp8rl", cwd=self.home)
+        self.start_worker("fp8rl")
+
+    def start_worker(self, pool: str) -> None:
+        """Starts a worker, from another folder: a deployment knows its own."""
+        self._spawn(f"worker-{pool}", "worker", "start", "--pool", pool, cwd=self.home)
 
     def _spawn(self, name: str, *words: str, cwd: Path = ROOT) -> None:
         with (self.home / f"{name}.log").open("w") as log:
@@ -157,9 +161,11 @@ class Prefect:
     def post(self, path: str, **body: Any) -> Any:
         return self._call("POST", path, **body)
 
-    def run(self, faults: list[dict[str, str]], **parameters: Any) -> str:
+    def run(
+        self, faults: list[dict[str, str]], deployment: str = "train/train", **parameters: Any
+    ) -> str:
         """Has the deployment run, with planted faults; the flow run's id."""
-        deployment = self.get("/deployments/name/train/train")["id"]
+        deployment = self.get(f"/deployments/name/{deployment}")["id"]
         made = self.post(
             f"/deployments/{deployment}/create_flow_run",
             state={"type": "SCHEDULED", "message": "Run from the UI"},
@@ -209,6 +215,10 @@ class Prefect:
 
         found: list[dict[str, Any]] = until(f"{count} events {name}", 60, written)
         return sorted(found, key=lambda event: event["occurred"])
+
+    def runs_called(self, name: str) -> list[dict[str, Any]]:
+        """The flow runs of that name."""
+        return list(self.post("/flow_runs/filter", flow_runs={"name": {"any_": [name]}}))
 
     def iterations(self, run_id: str) -> list[dict[str, Any]]:
         """The flow run's subflow runs, in order of their start. A retry has those that did not complete

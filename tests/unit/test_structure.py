@@ -46,7 +46,7 @@ def test_recipes_and_flows_import_without_torch():
     """`fp8rl validate` answers at once, and the flow process never holds tensors."""
     code = (
         "import sys, fp8rl.recipe.load, fp8rl.device, fp8rl.model.precision, fp8rl.model.tiny; "
-        "import flows.cli, flows.explain; assert 'torch' not in sys.modules; "
+        "import flows.cli, flows.cli_sweep, flows.explain; assert 'torch' not in sys.modules; "
         "assert 'prefect' not in sys.modules; "
         "import flows.training; assert 'torch' not in sys.modules, 'flows'"
     )
