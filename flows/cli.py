@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from flows.cli_up import down, status, up
 from flows.environment import embedded_home, set_environment, stop_leftover_servers
+from flows.terminal import RunsDir, console, errors
 from fp8rl import progress
 from fp8rl.checkpoints import CheckpointError
 from fp8rl.export import ExportError, ExportFormat
@@ -30,6 +31,7 @@ from fp8rl.recipe.rules import RecipeError, warnings
 from fp8rl.recipe.schema import Recipe
 from fp8rl.rewind import RewindError
 from fp8rl.runs import NoRunError, Run, RunExistsError
+from fp8rl.services.config import UpError
 from fp8rl.tracking_server import TrackingError, tracking_uri
 
 app = typer.Typer(
@@ -39,9 +41,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-# In a file or a pipe lines are as long as the tables need.
-console = Console(width=None if sys.stdout.isatty() else 150)
-errors = Console(stderr=True)
 
 RecipePath = Annotated[Path, typer.Argument(help="Recipe file, for example configs/tiny/bf16.yaml")]
 Overrides = Annotated[
@@ -52,6 +51,7 @@ Overrides = Annotated[
 _FOR_THE_USER = (
     *(RecipeError, RewindError, RunExistsError, NoRunError, UnsupportedModelError),
     *(LockedError, JournalError, IdentityError, TrackingError, ExportError, CheckpointError),
+    UpError,
 )
 
 
@@ -134,7 +134,6 @@ def run(recipe: RecipePath, overrides: Overrides = None) -> None:
         _train_and_tell(loaded.recipe)
 
 
-RunsDir = Annotated[Path, typer.Option("--runs-dir", help="The runs folder")]
 RunName = Annotated[str, typer.Argument(help="A run's name; `fp8rl runs` lists them")]
 
 
@@ -240,8 +239,8 @@ def reap(runs_dir: RunsDir = Path("runs")) -> None:
     """Put right what killed processes left: records, MLflow, Prefect, leftover servers."""
     from flows.cli_runs import reap as put_right
 
-    set_environment(str(runs_dir))
     with _user_errors():
+        set_environment(str(runs_dir))
         put_right(runs_dir.resolve(), console)
 
 
@@ -253,8 +252,13 @@ def watch(
     """Have the Prefect server mark runs as crashed whose machine is gone (an automation)."""
     from flows.automations import install_zombie_automation
 
-    set_environment(str(runs_dir))
+    with _user_errors():
+        set_environment(str(runs_dir))
     console.print(asyncio.run(install_zombie_automation(within)), highlight=False)
+
+
+for _command in (up, status, down):
+    app.command()(_user_errors()(_command))
 
 
 @app.command()
@@ -303,7 +307,7 @@ def _train(recipe: Recipe, resume: str | None = None) -> dict[str, Any]:
     from flows.training import train
 
     with LiveView(console, f"{resume or recipe.name or recipe.arm}: {recipe.iterations} iterations"):
-        summary: dict[str, Any] = asyncio.run(train(recipe, resume))
+        summary: dict[str, Any] = asyncio.run(train(recipe=recipe, resume=resume))
         return summary
 
 

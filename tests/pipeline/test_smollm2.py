@@ -27,7 +27,7 @@ def finished(runs_dir):
 
     overrides = ["iterations=2", f"runs_dir={runs_dir}", "name=smollm2", "task.val_prompts=8"]
     recipe = load_recipe(RECIPE, overrides).recipe
-    return recipe, asyncio.run(train(recipe)), Journal(runs_dir / "smollm2")
+    return recipe, asyncio.run(train(recipe=recipe)), Journal(runs_dir / "smollm2")
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

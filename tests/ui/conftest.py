@@ -201,7 +201,7 @@ class Prefect:
         assert answer["status"] == "ACCEPT", answer
 
     def events(self, name: str, count: int) -> list[dict[str, Any]]:
-        """The events of that name, the earliest first, once there are `count`; fails where they stay out."""
+        """The events of that name, the earliest first, once there are `count`; else it fails."""
 
         def written() -> Any:  # the server writes events down in batches, 5 s apart
             found = self.post("/events/filter", filter={"event": {"name": [name]}})["events"]

@@ -20,6 +20,7 @@ from fp8rl.recipe.load import (
     with_overrides,
 )
 from fp8rl.recipe.objective import CorrectionMode, Estimator, Kl
+from fp8rl.recipe.precision import Fp8Backend, Linear
 from fp8rl.recipe.rules import (
     RecipeError,
     check,
@@ -28,14 +29,7 @@ from fp8rl.recipe.rules import (
     rollout_fp8,
     warnings,
 )
-from fp8rl.recipe.schema import (
-    BestMode,
-    Device,
-    Fp8Backend,
-    Linear,
-    Recipe,
-    changes_numbers,
-)
+from fp8rl.recipe.schema import BestMode, Device, Recipe, changes_numbers
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = CONFIGS / "tiny"
