@@ -39,7 +39,7 @@ def recipe_files() -> list[str]:
 # None is allowed where a form's field is left empty; the plain type makes a simple field of it.
 _TEXT = {"type": "string"}
 _TEXTS = {"type": "array", "items": _TEXT, "examples": [["iterations=10", "name=my-run"]]}
-RecipeFile = Annotated[str | None, WithJsonSchema({**_TEXT, "enum": recipe_files()})]
+RecipeFile = Annotated[str | None, WithJsonSchema({**_TEXT, "enum": [*recipe_files(), None]})]
 Overrides = Annotated[list[str] | None, WithJsonSchema(_TEXTS)]
 OptionalText = Annotated[str | None, WithJsonSchema(_TEXT)]
 

@@ -40,8 +40,7 @@ def up(
     from flows.deploying import PREFECT_FILE
 
     file = config or (CONFIG if CONFIG.is_file() else None)
-    words = [*(settings or []), *([] if host is None else [f"host={host}"])]
-    wanted = load_config(file, words)
+    wanted = load_config(file, settings or [], host)
     runs = runs_dir.resolve()
     if not PREFECT_FILE.is_file():
         raise UpError(f"{PREFECT_FILE} is not there: `fp8rl up` needs a checkout of the repository")

@@ -79,8 +79,8 @@ class UpConfig(Section):
         return None if self.database is None else f"{self.database.rstrip('/')}/{name}"
 
 
-def load_config(path: Path | None, words: list[str]) -> UpConfig:
-    """The settings of the file at `path`, with `words` (key=value) on top.
+def load_config(path: Path | None, words: list[str], host: str | None = None) -> UpConfig:
+    """The settings of the file at `path`, with `words` (key=value) and `host` on top.
 
     Raises UpError naming file, key and value.
     """
@@ -101,6 +101,8 @@ def load_config(path: Path | None, words: list[str]) -> UpConfig:
             values[key] = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise UpError(f"{word!r}: the value is not readable: {error}") from None
+    if host is not None:
+        values["host"] = host
     try:
         return UpConfig.model_validate(values)
     except ValidationError as error:

@@ -137,7 +137,7 @@ class Supervisor:
 
     def stop_program(self, name: str) -> None:
         """Stops a program that runs, and waits."""
-        if self.states()[name][0] in ("RUNNING", "STARTING", "BACKOFF"):
+        if self.states().get(name, ("", ""))[0] in ("RUNNING", "STARTING", "BACKOFF"):
             self._call("stopProcess", name, True)
 
     def shut_down(self) -> None:
