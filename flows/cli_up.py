@@ -54,6 +54,8 @@ def up(
             say("the services that were up here are gone without a word; starting anew")
             there.stop(say)
         set_quiet()
+        if password := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):  # of the server that starts
+            os.environ.setdefault("PREFECT_API_AUTH_STRING", password)  # of its clients here
         started = bring_up(
             runs,
             wanted,
