@@ -250,10 +250,10 @@ def watch(
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Have the Prefect server mark runs as crashed whose machine is gone (an automation)."""
-    from flows.automations import install_zombie_automation
-
     with _user_errors():
         set_environment(str(runs_dir))
+    from flows.automations import install_zombie_automation  # Prefect reads its settings on import
+
     console.print(asyncio.run(install_zombie_automation(within)), highlight=False)
 
 
@@ -336,10 +336,9 @@ def _print_summary(arms: dict[str, dict[str, Any]], title: str) -> None:
 def _print_where(recipe: Recipe, *summaries: dict[str, Any]) -> None:
     runs = Path(recipe.runs_dir).resolve()
     folders = ", ".join(str(runs / summary["run"]) for summary in summaries)
-    lines = [
-        f"Files of every step: {folders}",
-        f"Curves: mlflow ui --backend-store-uri {tracking_uri(recipe)}",
-    ]
+    uri = tracking_uri(recipe)
+    curves = uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+    lines = [f"Files of every step: {folders}", f"Curves: {curves}"]
     if os.environ.get("PREFECT_HOME") == str(embedded_home(recipe.runs_dir)):
         lines.append(f"Flow runs: PREFECT_HOME={os.environ['PREFECT_HOME']} prefect server start")
     for line in lines:

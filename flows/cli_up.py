@@ -36,15 +36,15 @@ def up(
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Start Prefect, a worker, MLflow and Ray on this machine, and deploy the flows."""
-    from flows.asked import ROOT
-    from flows.deploying import PREFECT_FILE
-
     file = config or (CONFIG if CONFIG.is_file() else None)
     wanted = load_config(file, settings or [], host)
     runs = runs_dir.resolve()
+    _require_word(wanted, allow_remote)
+    from flows.asked import ROOT
+    from flows.deploying import PREFECT_FILE
+
     if not PREFECT_FILE.is_file():
         raise UpError(f"{PREFECT_FILE} is not there: `fp8rl up` needs a checkout of the repository")
-    _require_word(wanted, allow_remote)
     with one_at_a_time(runs):
         there = find_up(runs)
         if there is not None and there.is_alive():

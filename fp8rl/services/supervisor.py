@@ -57,7 +57,7 @@ def write_config(folder: Path, runtime: Path, programs: list[Program], directory
             "autostart": str(program.autostart).lower(),
             "autorestart": "true",
             "startsecs": "3",
-            "startretries": "3",
+            "startretries": "2",
             "stopasgroup": "true",
             "killasgroup": "true",
             "stopwaitsecs": str(program.stop_s),

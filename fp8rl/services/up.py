@@ -85,11 +85,11 @@ class Up:
         log = log_of(self.folder, service.name) if service.own else None
         if service.own:
             state, said = states.get(service.name, ("STOPPED", "supervisord is gone"))
-            if state not in ("RUNNING", "STARTING"):
+            if state in ("STARTING", "BACKOFF"):  # BACKOFF: it ended at once, and is tried again
+                return Health(service, "starting", said, log)
+            if state != "RUNNING":
                 word = "stopped" if state in ("STOPPED", "STOPPING") else "failed"
                 return Health(service, word, said, log)
-            if state == "STARTING":
-                return Health(service, "starting", "", log)
         if service.name == "worker":
             well, said = health.is_polling(self.service("prefect").url)
         else:
