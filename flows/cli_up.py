@@ -39,7 +39,10 @@ def up(
     file = config or (CONFIG if CONFIG.is_file() else None)
     wanted = load_config(file, settings or [], host)
     runs = runs_dir.resolve()
-    _require_word(wanted, allow_remote)
+    require_word(wanted, allow_remote)
+    set_quiet()  # this and the password before Prefect is imported, which reads its settings then
+    if password := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):  # of the server that starts
+        os.environ.setdefault("PREFECT_API_AUTH_STRING", password)  # of its clients here
     from flows.asked import ROOT
     from flows.deploying import PREFECT_FILE
 
@@ -53,9 +56,6 @@ def up(
         if there is not None:
             say("the services that were up here are gone without a word; starting anew")
             there.stop(say)
-        set_quiet()
-        if password := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):  # of the server that starts
-            os.environ.setdefault("PREFECT_API_AUTH_STRING", password)  # of its clients here
         started = bring_up(
             runs,
             wanted,
@@ -126,7 +126,8 @@ def configured() -> dict[str, tuple[str, str]]:
     return found
 
 
-def _require_word(config: UpConfig, allow_remote: bool) -> None:
+def require_word(config: UpConfig, allow_remote: bool) -> None:
+    """Raises UpError where `config` opens the servers to others and nobody said so; else warns."""
     if config.is_loopback:
         return
     if not allow_remote:
@@ -135,6 +136,9 @@ def _require_word(config: UpConfig, allow_remote: bool) -> None:
             "Prefect can run code here. Add --allow-remote if that is meant, and set a password "
             "(docs/operate.md). Without it: host=127.0.0.1, and an SSH tunnel"
         )
+    if not os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
+        text = "Prefect asks for no password (PREFECT_SERVER_API_AUTH_STRING is unset)"
+        say(f"warning: {text}, and whoever reaches {config.host} can run code here", style="yellow")
 
 
 def _say_is_up(there: Up, config: UpConfig) -> None:

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
+from flows.cli_up import require_word
 from flows.environment import set_environment
 from fp8rl import turns
 from fp8rl.lock import process_start
@@ -86,6 +87,16 @@ def test_another_host_needs_the_word(tmp_path, host):
     assert done.exit_code == 2
     assert "--allow-remote" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_with_the_word_it_warns_where_prefect_asks_for_no_password(monkeypatch, capsys):
+    monkeypatch.delenv("PREFECT_SERVER_API_AUTH_STRING", raising=False)
+    require_word(UpConfig(host="0.0.0.0"), allow_remote=True)
+    assert "Prefect asks for no password" in capsys.readouterr().out
+    monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "admin:x")
+    require_word(UpConfig(host="0.0.0.0"), allow_remote=True)
+    require_word(UpConfig(), allow_remote=False)
+    assert capsys.readouterr().out == ""
 
 
 def test_no_password_is_written_down(tmp_path):
