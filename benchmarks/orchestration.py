@@ -106,7 +106,7 @@ def by_flow(recipe: Recipe) -> dict[str, list[float]]:
         ):
             patched.enter_context(timed(owner, name, part, seconds))
         patched.enter_context(progress.listening(on_event))
-        asyncio.run(training.train(recipe))
+        asyncio.run(training.train(recipe=recipe))
     return found
 
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from flows.cli_up import down, status, up
 from flows.environment import embedded_home, set_environment, stop_leftover_servers
+from flows.terminal import RunsDir, console, errors
 from fp8rl import progress
 from fp8rl.checkpoints import CheckpointError
 from fp8rl.comparison.selection import DEFAULT_MARGIN, ComparisonError
@@ -31,6 +32,7 @@ from fp8rl.recipe.rules import RecipeError, warnings
 from fp8rl.recipe.schema import Recipe
 from fp8rl.rewind import RewindError
 from fp8rl.runs import NoRunError, Run, RunExistsError
+from fp8rl.services.config import UpError
 from fp8rl.tracking_server import TrackingError, tracking_uri
 
 app = typer.Typer(
@@ -40,9 +42,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-# In a file or a pipe lines are as long as the tables need.
-console = Console(width=None if sys.stdout.isatty() else 150)
-errors = Console(stderr=True)
 
 RecipePath = Annotated[Path, typer.Argument(help="Recipe file, for example configs/tiny/bf16.yaml")]
 Overrides = Annotated[
@@ -53,7 +52,7 @@ Overrides = Annotated[
 _FOR_THE_USER = (
     *(RecipeError, RewindError, RunExistsError, NoRunError, UnsupportedModelError),
     *(LockedError, JournalError, IdentityError, TrackingError, ExportError, CheckpointError),
-    ComparisonError,
+    *(ComparisonError, UpError),
 )
 
 
@@ -158,7 +157,6 @@ def sweep(
         raise typer.Exit(done)
 
 
-RunsDir = Annotated[Path, typer.Option("--runs-dir", help="The runs folder")]
 RunName = Annotated[str, typer.Argument(help="A run's name; `fp8rl runs` lists them")]
 
 
@@ -322,8 +320,8 @@ def reap(runs_dir: RunsDir = Path("runs")) -> None:
     """Put right what killed processes left: records, MLflow, Prefect, leftover servers."""
     from flows.cli_runs import reap as put_right
 
-    set_environment(str(runs_dir))
     with _user_errors():
+        set_environment(str(runs_dir))
         put_right(runs_dir.resolve(), console)
 
 
@@ -333,10 +331,15 @@ def mark_crashed(
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Have the Prefect server mark runs as crashed whose machine is gone (an automation)."""
-    from flows.automations import install_zombie_automation
+    with _user_errors():
+        set_environment(str(runs_dir))
+    from flows.automations import install_zombie_automation  # Prefect reads its settings on import
 
-    set_environment(str(runs_dir))
     console.print(asyncio.run(install_zombie_automation(within)), highlight=False)
+
+
+for _command in (up, status, down):
+    app.command()(_user_errors()(_command))
 
 
 @app.command()
@@ -385,7 +388,7 @@ def _train(recipe: Recipe, resume: str | None = None) -> dict[str, Any]:
     from flows.training import train
 
     with LiveView(console, f"{resume or recipe.name or recipe.arm}: {recipe.iterations} iterations"):
-        summary: dict[str, Any] = asyncio.run(train(recipe, resume))
+        summary: dict[str, Any] = asyncio.run(train(recipe=recipe, resume=resume))
         return summary
 
 
@@ -414,10 +417,9 @@ def _print_summary(arms: dict[str, dict[str, Any]], title: str) -> None:
 def _print_where(recipe: Recipe, *summaries: dict[str, Any]) -> None:
     runs = Path(recipe.runs_dir).resolve()
     folders = ", ".join(str(runs / summary["run"]) for summary in summaries)
-    lines = [
-        f"Files of every step: {folders}",
-        f"Curves: mlflow ui --backend-store-uri {tracking_uri(recipe)}",
-    ]
+    uri = tracking_uri(recipe)
+    curves = uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+    lines = [f"Files of every step: {folders}", f"Curves: {curves}"]
     if os.environ.get("PREFECT_HOME") == str(embedded_home(recipe.runs_dir)):
         lines.append(f"Flow runs: PREFECT_HOME={os.environ['PREFECT_HOME']} prefect server start")
     for line in lines:

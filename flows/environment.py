@@ -1,14 +1,15 @@
 """The embedded services' settings: set before Prefect is imported, and only where unset.
 
 A Prefect server that the user has configured (PREFECT_API_URL, PREFECT_PROFILE, or a profile in the
-Prefect home) is used as it is. Otherwise Prefect starts a server of its own for the time of the
-command, whose database is kept in the runs folder.
+Prefect home) is used as it is, and the services of `fp8rl up` where they are up. Otherwise Prefect
+starts a server of its own for the time of the command, whose database is kept in the runs folder.
 """
 
 import os
 from pathlib import Path
 
 from fp8rl.lock import is_alive, process_start
+from fp8rl.services.up import services_to_use
 
 _QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -21,6 +22,8 @@ _QUIET = {
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
 }
 
+_CHOOSE_PREFECT = ("PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_HOME")
+
 
 def embedded_home(runs_dir: str) -> Path:
     """Where the embedded Prefect server keeps its database and settings."""
@@ -29,7 +32,7 @@ def embedded_home(runs_dir: str) -> Path:
 
 def configured_prefect() -> str | None:
     """How the user has said which Prefect server to use; None where it is the embedded one."""
-    for name in ("PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_HOME"):
+    for name in _CHOOSE_PREFECT:
         if name in os.environ:
             return f"{name}={os.environ[name]}"
     profiles = Path.home() / ".prefect" / "profiles.toml"
@@ -43,8 +46,20 @@ def set_quiet() -> None:
 
 
 def set_environment(runs_dir: str) -> str:
-    """Sets what is unset; returns in words which Prefect is used."""
+    """Sets what is unset; returns in words which Prefect is used.
+
+    Where `fp8rl up` has services up for the runs folder, they are the ones. A server that an
+    environment variable names is used all the same. Raises UpError where they are not healthy.
+    """
     set_quiet()
+    up = services_to_use(Path(runs_dir))
+    chosen = [name for name in _CHOOSE_PREFECT if name in os.environ]
+    if up is not None:
+        for key, value in up.environment.items():
+            if not (chosen and key.startswith("PREFECT_")):
+                os.environ.setdefault(key, value)
+        if not chosen:
+            return f"{up.service('prefect').url} (fp8rl up)"
     configured = configured_prefect()
     if configured is not None:
         return f"yours ({configured})"

@@ -3,11 +3,12 @@
 Prefect's runner calls these in its own process, also where the flow's was killed outright.
 """
 
-from pathlib import Path
 from typing import Any
 
 from prefect.logging.loggers import flow_run_logger
 
+from flows.asked import asked_runs
+from fp8rl.recipe.rules import RecipeError
 from fp8rl.runs import run_of_flow
 
 
@@ -17,9 +18,13 @@ async def put_right_after(flow: Any, flow_run: Any, state: Any) -> None:
     """
     from flows.reap import put_run_right
 
-    recipe = flow_run.parameters.get("recipe") or {}
-    runs = recipe.get("runs_dir", "runs") if isinstance(recipe, dict) else recipe.runs_dir
-    run = run_of_flow(Path(runs).resolve(), str(flow_run.id))
+    try:
+        runs = asked_runs(flow_run.parameters)
+    except RecipeError as error:  # the recipe file was changed or taken away since
+        text = f"its records are not put right ({error}). `fp8rl reap` does that"
+        flow_run_logger(flow_run, flow).warning(text)
+        return
+    run = run_of_flow(runs, str(flow_run.id))
     if run is None:
         return
     done = await put_run_right(run)

@@ -4,6 +4,7 @@ The same flow begins a run, carries one on, and is what a retry in the Prefect U
 committed is taken from the journal, and the rest is done.
 """
 
+import asyncio
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -18,6 +19,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
+from flows.asked import OptionalText, Overrides, RecipeFile, asked_name, asked_recipe, asked_runs
 from flows.automations import mark_crashed
 from flows.environment import set_quiet
 from flows.hooks import put_right_after
@@ -45,6 +47,7 @@ from fp8rl.recipe.schema import Recipe
 from fp8rl.report import summarise
 from fp8rl.runs import State
 from fp8rl.tracking import MLFLOW_STATUS, Tracker
+from fp8rl.turns import Turn
 from tasks.causes import first_line
 from tasks.checkpoint import finish_checkpoint, save_before_leaving
 from tasks.log_model import log_final_model
@@ -54,10 +57,7 @@ from tasks.step import with_retries
 
 
 def _flow_run_name() -> str:
-    given = flow_run.get_parameters()
-    recipe = given.get("recipe") or {}
-    values = recipe if isinstance(recipe, dict) else recipe.model_dump()
-    return given.get("resume") or values.get("name") or values.get("arm") or "train"
+    return asked_name(flow_run.get_parameters())
 
 
 @flow(
@@ -67,16 +67,36 @@ def _flow_run_name() -> str:
     on_cancellation=[put_right_after],
 )
 async def train(
+    recipe_file: RecipeFile = None,
+    overrides: Overrides = None,
+    runs_dir: OptionalText = None,
+    resume: OptionalText = None,
     recipe: Recipe = Recipe(),  # noqa: B008  a frozen model
-    resume: str | None = None,
 ) -> Any:
-    """Trains `recipe` from its first iteration to its last; returns the run's summary.
+    """Trains a recipe from its first iteration to its last; returns the run's summary.
 
-    resume: name of a run in recipe.runs_dir to carry on with instead, by its own recipe. A run that
-    stops in good order (recipe.stop) ends as Cancelled, and can be retried or resumed.
+    A run that stops in good order (recipe.stop) ends as Cancelled, and can be retried or resumed.
     Raises RecipeError, RunExistsError, NoRunError, LockedError or JournalError before any engine
     starts.
+
+    Args:
+        recipe_file: The recipe to train. One of yours, put under configs/, is among these after the
+            next `fp8rl up`.
+        overrides: Values to change, each as key=value: iterations=10, name=my-run, learner.lr=2e-4. The
+            keys are those of the whole recipe below.
+        runs_dir: Where runs are kept. Empty: where the recipe says.
+        resume: Name of a run to carry on with, by its own recipe, instead of a new one. The deployment
+            `resume` asks for less.
+        recipe: The whole recipe, instead of a file. With a recipe file, leave it as it is.
     """
+    if resume is not None:
+        place = asked_runs({"runs_dir": runs_dir, "resume": resume, "recipe": recipe})
+        return await train_run(Recipe(runs_dir=str(place)), resume)
+    return await train_run(asked_recipe(recipe_file, overrides, runs_dir, recipe), None)
+
+
+async def train_run(recipe: Recipe, resume: str | None) -> Any:
+    """In a flow: trains a new run of `recipe`, or carries on with `resume` in recipe.runs_dir."""
     set_quiet()  # a worker starts this flow without the command
     times = StartTimes()
     opened = open_run(recipe, resume, str(flow_run.get_id()))
@@ -103,6 +123,10 @@ async def train(
             for killed in opened.killed:
                 await mark_crashed(killed, "fp8rl: its process was killed; another one carries on")
             _say_notes(opened)
+            turn = Turn(run.name)
+            at_the_end.callback(turn.give_up)
+            await _wait_for(turn)
+            times.mark("turn at the devices")
             progress.emit(progress.Event("phase", "MLflow and Ray start"))
             tracker.start(may_be_away=opened.resumed)
             at_the_end.enter_context(tracker.system_metrics())
@@ -182,6 +206,18 @@ async def _train(
         rows, key=artifact_key(context.run, "summary"), description=context.run
     )
     return summary
+
+
+async def _wait_for(turn: Turn) -> None:
+    """Waits while another run of this machine has the devices; can be cancelled."""
+    told = ""
+    while not turn.is_mine():
+        if (holder := turn.holder()) != told:
+            told = holder
+            text = f"waits for the devices: {holder} has them"
+            get_run_logger().warning(text)
+            progress.emit(progress.Event("note", text))
+        await asyncio.sleep(1.0)
 
 
 async def _iterate(context: RunContext, number: int, *, is_retry: bool) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 
 from fp8rl.machine import AMX_FLAGS, cpu_flags
 from fp8rl.recipe.data import with_absolute_paths
+from fp8rl.recipe.precision import Fp8Backend, Linear, Precision
 from fp8rl.recipe.rules import CUDA_NOT_BUILT, RecipeError
-from fp8rl.recipe.schema import Device, Fp8Backend, Linear, Precision, Recipe
+from fp8rl.recipe.schema import Device, Recipe
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from fp8rl.model.names import name_table
 from fp8rl.model.precision import Decision, Format, PlanRules, make_plan
 from fp8rl.model.source import model_folder
 from fp8rl.numerics.formats import BLOCK, Scaling, Scheme
+from fp8rl.recipe.precision import Linear
 from fp8rl.recipe.rules import RecipeError, plan_rules, rollout_fp8
-from fp8rl.recipe.schema import Linear
 from fp8rl.rollout.cuda_config import quantization_config, unequal_grids
 from fp8rl.runs import Run
 

@@ -20,8 +20,9 @@ from fp8rl.numerics.parity import (
 )
 from fp8rl.numerics.quantise import NonFiniteError
 from fp8rl.recipe.load import LoadedRecipe
+from fp8rl.recipe.precision import Linear
 from fp8rl.recipe.rules import RecipeError, plan_rules, require_one_model, require_valid
-from fp8rl.recipe.schema import Linear, Recipe
+from fp8rl.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ from fp8rl.data.tasks import make_generator, require_scorable
 from fp8rl.device import resolve
 from fp8rl.model.source import model_dims, model_folder
 from fp8rl.recipe.data import all_sources
+from fp8rl.recipe.precision import Linear
 from fp8rl.recipe.rules import learner_fp8, require_one_model, require_valid, rollout_fp8
-from fp8rl.recipe.schema import Linear, Recipe
+from fp8rl.recipe.schema import Recipe
 from fp8rl.reward.score import require_rewards
 
 

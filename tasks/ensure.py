@@ -16,7 +16,8 @@ from ray.exceptions import RayActorError
 from fp8rl import checkpoints, progress
 from fp8rl.context import RunContext
 from fp8rl.device import resolve
-from fp8rl.recipe.schema import Device, Linear
+from fp8rl.recipe.precision import Linear
+from fp8rl.recipe.schema import Device
 from fp8rl.sync.errors import SyncError
 from fp8rl.sync.probe import Scores, scores_digest
 from tasks.causes import first_line

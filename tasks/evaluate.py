@@ -6,7 +6,7 @@ from typing import Any
 
 from fp8rl import progress
 from fp8rl.context import RunContext
-from fp8rl.recipe.schema import Linear
+from fp8rl.recipe.precision import Linear
 from fp8rl.samples import BF16_FILE, FILE
 from fp8rl.tables import to_parquet
 from fp8rl.validation import evaluation_metrics

@@ -5,7 +5,7 @@ from typing import Any
 
 from fp8rl.context import RunContext
 from fp8rl.guard import rollout_is_bf16
-from fp8rl.recipe.schema import Linear
+from fp8rl.recipe.precision import Linear
 from fp8rl.reward.functions import function_digests
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from fp8rl import faults
 from fp8rl.context import RunContext
 from fp8rl.device import compute_environment
+from fp8rl.services.plan import RAY_OBJECT_STORE_BYTES
 
 NAMESPACE = "fp8rl"
 # The kinds of a run's actors. The BF16 engine is there where evaluate.bf16 asks for it.
@@ -43,7 +44,7 @@ def start_ray() -> None:
             address="local",  # without it Ray joins whatever cluster it finds on this machine
             num_cpus=len(os.sched_getaffinity(0)),
             include_dashboard=False,
-            object_store_memory=200 * 2**20,
+            object_store_memory=RAY_OBJECT_STORE_BYTES,
             **common,
         )
     signal.signal(signal.SIGTERM, handler)

@@ -4,7 +4,7 @@ from typing import Any
 
 from fp8rl.context import RunContext
 from fp8rl.model.kv_scales import KvScales
-from fp8rl.recipe.schema import KvCalibration
+from fp8rl.recipe.precision import KvCalibration
 from tasks.ensure import ensure_engine, ensure_learner
 from tasks.inputs import file_digest, has_fp8_kv, masters_digest, prompts_digest
 from tasks.ray_runtime import wait

@@ -13,7 +13,7 @@ from fp8rl.context import RunContext
 from fp8rl.data.cursor import cursor_inputs, draws_allowed, first_batch, train_prompts
 from fp8rl.journal import JournalError, StepRecord
 from fp8rl.recipe.guard import Action
-from fp8rl.recipe.schema import Linear
+from fp8rl.recipe.precision import Linear
 from fp8rl.reward.verdict import Status
 from fp8rl.rollout.dynamic_sampling import Draw, Selection, informative_groups, next_draw, select
 from fp8rl.rollout.kv_shares import kv_metrics, total

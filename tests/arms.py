@@ -38,6 +38,6 @@ class Arms:
 
             overrides = [*SHORT, f"runs_dir={self._runs_dir}", f"name=test-{arm}"]
             recipe = load_recipe(TINY / f"{arm}.yaml", overrides).recipe
-            summary = asyncio.run(train(recipe))
+            summary = asyncio.run(train(recipe=recipe))
             self._done[arm] = Run(recipe, summary, Journal(self._runs_dir / f"test-{arm}"))
         return self._done[arm]

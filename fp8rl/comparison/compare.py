@@ -17,7 +17,8 @@ from fp8rl.comparison.selection import (
 )
 from fp8rl.comparison.statistics import Estimate, Sample, estimate, paired
 from fp8rl.comparison.verdict import Verdict, Word, verdict
-from fp8rl.recipe.schema import Linear, Precision, Recipe
+from fp8rl.recipe.precision import Linear, Precision
+from fp8rl.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)

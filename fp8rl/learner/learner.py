@@ -43,8 +43,9 @@ from fp8rl.model.manifest import Manifest
 from fp8rl.model.megatron import PolicyModel, read_hf_weights
 from fp8rl.model.precision import Decision, assert_effective, effective_rows, make_plan
 from fp8rl.model.published import write_published
+from fp8rl.recipe.precision import Linear
 from fp8rl.recipe.rules import kv_percentile, learner_fp8, plan_rules, rollout_fp8
-from fp8rl.recipe.schema import Linear, Recipe
+from fp8rl.recipe.schema import Recipe
 
 
 class VersionError(RuntimeError):

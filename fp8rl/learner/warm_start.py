@@ -7,7 +7,8 @@ from fp8rl.data.chat import question_tokens
 from fp8rl.data.corpus import corpus
 from fp8rl.learner.batch import Batch, make_batch
 from fp8rl.learner.learner import Learner
-from fp8rl.recipe.schema import Linear, Recipe
+from fp8rl.recipe.precision import Linear
+from fp8rl.recipe.schema import Recipe
 
 
 class WarmStart:

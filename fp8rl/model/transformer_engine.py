@@ -18,7 +18,7 @@ from typing import Any
 
 from fp8rl.model.dims import ModelDims
 from fp8rl.numerics.formats import BLOCK, BackendError, Scaling
-from fp8rl.recipe.schema import Precision, ScaleKind
+from fp8rl.recipe.precision import Precision, ScaleKind
 
 _RECIPES = {Scaling.BLOCK: "blockwise", Scaling.TENSOR: "tensorwise", Scaling.MXFP8: "mxfp8"}
 # TE's layers hold the norm that comes before them.

@@ -18,10 +18,13 @@ class Checkpoint(Section):
     every: PositiveInt = 5
     """Iterations from one checkpoint to the next; the last iteration always has one."""
     keep_last: PositiveInt = 2
+    """So many of the newest are kept."""
     keep_best: NonNegativeInt = 1
     """Kept besides the newest: so many of the best by `metric`."""
     metric: str = "val/accuracy"
+    """What tells the best: a metric of an evaluation."""
     mode: BestMode = BestMode.MAX
+    """Whether the best is the greatest or the least."""
     asynchronous: bool = True
     """Write from a copy in the background, while the next iteration runs."""
     grace_s: NonNegativeFloat = 20.0
@@ -47,5 +50,6 @@ class Stop(Section):
     """Where to stop in good order: checkpointed, to be resumed."""
 
     after_iteration: PositiveInt | None = None
+    """Stop after this iteration. Empty: after the last one."""
     time_limit_s: PositiveFloat | None = None
     """Wall time of one attempt. It stops before the iteration that would not end in time."""

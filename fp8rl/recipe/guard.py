@@ -61,11 +61,17 @@ class GuardRule(Section):
     missing passes every rule's threshold, and all of them fire at once."""
 
     watch: Watched
+    """The figure."""
     above: float | None = None
+    """It is passed above this. Empty: no upper threshold."""
     below: float | None = None
+    """It is passed below this. Empty: no lower threshold."""
     breaches: PositiveInt = 1
+    """It fires once so many of the last `of` iterations have passed it."""
     of: PositiveInt = 1
+    """Iterations that breaches are counted in."""
     actions: Annotated[tuple[Action, ...], Field(min_length=1)] = (Action.WARN,)
+    """What is done then."""
 
     @property
     def name(self) -> str:

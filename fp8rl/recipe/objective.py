@@ -77,7 +77,9 @@ class Rejection(Section):
     """One rule: what violates its bounds leaves the mask, and the denominators of the loss with it."""
 
     by: Estimator
+    """Which estimator of the divergence is bounded."""
     level: Level
+    """Over which tokens it is taken, and what is rejected."""
     high: PositiveFloat
     """k1: largest importance ratio exp(l) that is kept (of the sum or mean of l at sequence level).
     k2, k3: largest value of the estimator that is kept."""
@@ -89,7 +91,9 @@ class Correction(Section):
     """Rollout correction: importance weights of learner over rollout log-probs."""
 
     mode: CorrectionMode = CorrectionMode.TOKEN
+    """Of which log-ratio the weights are made."""
     bound: Bound = Bound.TRUNCATE
+    """What is done about weights beyond their bounds."""
     truncate: Annotated[float, Field(gt=1)] = 2.0
     """Upper bound of a weight (truncated importance sampling)."""
     truncate_low: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -121,6 +125,7 @@ class Kl(Section):
     of its first parent. The learner holds a second copy of the weights for it."""
 
     use: KlUse = KlUse.OFF
+    """Where it goes: into the loss, or off the reward."""
     beta: NonNegativeFloat = 0.0
     """Its weight. 0: it is measured only."""
     estimator: Estimator | None = None
@@ -142,18 +147,23 @@ class Objective(Section):
     """The keys of `learner` that decide what is optimised."""
 
     advantage: AdvantageKind = AdvantageKind.GRPO
+    """How the rewards of a group become advantages."""
     loss: LossKind = LossKind.CLIPPED
+    """The policy-gradient loss."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """The same bounds: clip_high above clip_low leaves more room upwards (DAPO)."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """loss=clipped: bound of the ratio where the advantage is negative, usually 3. Empty: none."""
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    """How the terms of all tokens become one number."""
     aggregation_length: PositiveInt | None = None
     """Tokens that constant_length divides by. Empty: rollout.max_new_tokens."""
     entropy_bonus: NonNegativeFloat = 0.0
     """Weight of the mean entropy in what is maximised."""
     kl: Kl = Kl()
+    """KL divergence from a reference policy."""
     overlong_filter: bool = False
     """Do not train on samples that were cut off at rollout.max_new_tokens. Their rewards still count in
     their group."""

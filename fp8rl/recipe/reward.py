@@ -44,6 +44,7 @@ class TaskVerifier(Verifier):
     """The scorer that comes with the task."""
 
     kind: Literal["task"] = "task"
+    """The task's own scorer."""
     isolate: bool | None = None
     """Run it in a worker process. Empty: if it may take any time, as those of countdown and others do,
     which compute what the completion says (`9**9**9`); not if it only compares text. false: never, so
@@ -62,6 +63,7 @@ class ExactVerifier(Verifier):
     """1 where the text is the reference answer, white space at the ends and its amount aside."""
 
     kind: Literal["exact"] = "exact"
+    """Equal to the answer."""
 
     @property
     def sees_extract(self) -> bool:
@@ -72,8 +74,11 @@ class NumericVerifier(Verifier):
     """1 where |text - answer| <= max(absolute, relative * |answer|), both read as exact fractions."""
 
     kind: Literal["numeric"] = "numeric"
+    """Equal to the answer as a number."""
     absolute: NonNegativeFloat = 0.0
+    """Largest absolute difference."""
     relative: NonNegativeFloat = 0.0
+    """Largest difference relative to the answer."""
 
     @property
     def sees_extract(self) -> bool:
@@ -84,6 +89,7 @@ class MathVerifier(Verifier):
     """1 where the library math-verify finds the text equal to the reference answer."""
 
     kind: Literal["math_verify"] = "math_verify"
+    """Equal to the answer in the sense of math-verify."""
 
     @property
     def isolation(self) -> bool | None:
@@ -98,6 +104,7 @@ class FormatVerifier(Verifier):
     """1 where the whole completion matches a regular expression."""
 
     kind: Literal["format"] = "format"
+    """Of a given form."""
     pattern: str
     """Python's syntax; it must match from the first to the last character, and `.` is any character,
     line ends too."""
@@ -121,14 +128,18 @@ class LengthVerifier(Verifier):
     linearly to -1 at max_chars, and -1 beyond. For tokens: learner.overlong_buffer."""
 
     kind: Literal["length"] = "length"
+    """A penalty for length."""
     max_chars: PositiveInt
+    """Characters from which the penalty is whole."""
     buffer_chars: NonNegativeInt = 0
+    """Characters before max_chars over which it grows."""
 
 
 class FunctionVerifier(Verifier):
     """A function of the user's: score(question, completion, answer, entry) -> float."""
 
     kind: Literal["function"] = "function"
+    """A function of the user's."""
     function: Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$")]
     """module:function, for example my_rewards:score. The module is a file below task.reward_path."""
 

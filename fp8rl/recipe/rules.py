@@ -10,17 +10,9 @@ from fp8rl.numerics.formats import Fp8Recipe, ScaleRule, Scaling, fp8_recipe
 from fp8rl.recipe.data_rules import data_problems
 from fp8rl.recipe.guard import guard_problems
 from fp8rl.recipe.objective_rules import compares_logprobs, objective_problems, objective_warnings
+from fp8rl.recipe.precision import ElementFormat, Fp8Backend, KvStatistic, Linear, Precision, Scales
 from fp8rl.recipe.reward_rules import reward_problems, reward_warnings
-from fp8rl.recipe.schema import (
-    Device,
-    ElementFormat,
-    Fp8Backend,
-    KvStatistic,
-    Linear,
-    Precision,
-    Recipe,
-    Scales,
-)
+from fp8rl.recipe.schema import Device, Recipe
 
 CUDA_NOT_BUILT = (
     "cuda is not built yet. What comes: vLLM's own block-wise FP8 linears, Megatron-core with "

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from fp8rl.files import values_digest
-from fp8rl.numerics.formats import Scaling
 from fp8rl.recipe.base import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -24,6 +23,7 @@ from fp8rl.recipe.data import Source, TooLong, Val
 from fp8rl.recipe.durability import Checkpoint, Retry, Stop
 from fp8rl.recipe.guard import Guard
 from fp8rl.recipe.objective import Correction, Objective
+from fp8rl.recipe.precision import Precision
 from fp8rl.recipe.reward import DEFAULT_REWARDS, AnyVerifier, RewardLimits
 from fp8rl.recipe.tracking import Tracking
 
@@ -45,39 +45,6 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
-class Linear(StrEnum):
-    BF16 = "bf16"
-    FP8 = "fp8"
-
-
-class ElementFormat(StrEnum):
-    E4M3 = "e4m3"
-    HYBRID = "hybrid"  # E4M3 forward, E5M2 gradients
-
-
-class ScaleKind(StrEnum):
-    FP32 = "fp32"
-    POW2 = "pow2"  # rounded down to powers of two, so that descales are rounded up
-
-
-class Fp8Backend(StrEnum):
-    AUTO = "auto"
-    REFERENCE = "reference"
-    AMX = "amx"
-    TORCH = "torch"
-    TRANSFORMER_ENGINE = "transformer_engine"
-
-
-class KvStatistic(StrEnum):
-    AMAX = "amax"
-    PERCENTILE = "percentile"
-
-
-class KvCalibration(StrEnum):
-    LEARNER = "learner"
-    ENGINE = "engine"
-
-
 class Extract(StrEnum):
     WHOLE = "whole"
     LAST_NUMBER = "last_number"
@@ -87,12 +54,19 @@ class TinyModel(Section):
     """Dimensions of the tiny Llama model that the demo trains from nothing."""
 
     hidden_size: PositiveInt = 256
+    """Width of the model; a multiple of heads."""
     intermediate_size: PositiveInt = 512
+    """Width of the MLPs."""
     layers: PositiveInt = 4
+    """Transformer layers."""
     heads: PositiveInt = 4
+    """Attention heads of the queries."""
     kv_heads: PositiveInt = 2
+    """Heads of keys and values (grouped-query attention)."""
     max_positions: PositiveInt = 256
+    """Longest sequence, in tokens."""
     tied_embeddings: bool = True
+    """The output layer has the weights of the token embeddings."""
 
 
 class Model(Section):
@@ -106,6 +80,7 @@ class Model(Section):
     """GGUF file of a Llama model: its path, or package:<module>/<file> for one that an installed
     package ships. Converted to a Hugging Face folder in BF16, once, under the runs folder."""
     tiny: TinyModel = TinyModel()
+    """Dimensions of the tiny model, where no other is named."""
 
     @property
     def is_tiny(self) -> bool:
@@ -131,10 +106,15 @@ class WarmStart(Section):
     """
 
     steps: NonNegativeInt = 220
+    """Optimiser steps. 0: none, the weights are random."""
     batch_size: PositiveInt = 128
+    """Sequences of one step."""
     lr: PositiveFloat = 1e-3
+    """Learning rate at the end of the warm-up."""
     warmup_steps: NonNegativeInt = 20
+    """Steps over which the learning rate rises."""
     correct: Annotated[float, Field(ge=0, le=1)] = 0.4
+    """Share of the answers in its corpus that are right."""
 
 
 class Task(Section):
@@ -146,6 +126,7 @@ class Task(Section):
     sources: tuple[Source, ...] = ()
     """Instead of name and options: generators, files and hub data sets, mixed by weight."""
     val: Val = Val()
+    """Where validation prompts come from. Empty: the same sources."""
     chat: bool = False
     """Ask each question as a user's turn in the tokenizer's chat template. False: as it stands."""
     system: str | None = None
@@ -176,58 +157,6 @@ class Task(Section):
         return values
 
 
-class Scales(Section):
-    """Scales of one side. MXFP8 has UE8M0 scales whatever stands here."""
-
-    weights: ScaleKind = ScaleKind.FP32
-    activations: ScaleKind = ScaleKind.FP32
-    """Activations; in the learner output gradients too."""
-
-
-class Precision(Section):
-    rollout: Linear = Linear.BF16
-    """Linears of the rollout engine. fp8: W8A8."""
-    learner: Linear = Linear.BF16
-    """Linears of the learner. fp8: forward, dgrad and wgrad."""
-    kv_cache: Linear = Linear.BF16
-    """KV cache of the rollout engine. fp8: E4M3, one descale per layer, recalibrated each step."""
-    kv_margin: Annotated[float, Field(ge=1, le=2)] = 1.05
-    """KV descale = amax * margin / 448, or the percentile instead of the amax."""
-    kv_calibration: KvCalibration = KvCalibration.LEARNER
-    """Where q, k and v are looked at for the KV scales. engine: in vLLM itself, in its own precision,
-    by a pass that computes attention in BF16."""
-    kv_statistic: KvStatistic = KvStatistic.AMAX
-    """What of their magnitudes: the greatest, or a percentile of all elements (more saturate)."""
-    kv_percentile: Annotated[float, Field(gt=50, le=100)] = 99.99
-    """With kv_statistic=percentile."""
-    kv_tokens: PositiveInt | None = None
-    """Tokens to look at for one calibration, in whole sequences, at least one of each prompt.
-    Empty: all of the iteration."""
-    allow_fp8_kv_without_qk_norm: bool = False
-    """Say yes to an FP8 KV cache of a model that does not normalise queries and keys."""
-    scaling: Scaling = Scaling.BLOCK
-    """Which elements of an FP8 linear share a scale, on both sides. block: 128x128 weights, 1x128
-    activations. tensor, channel (one a row), mxfp8 (1x32, UE8M0)."""
-    learner_format: ElementFormat = ElementFormat.E4M3
-    """hybrid: the learner's output gradients in E5M2, all else in E4M3."""
-    rollout_scales: Scales = Scales()
-    """Scales of the rollout engine, and so of the published weights."""
-    learner_scales: Scales = Scales()
-    """Scales of the learner's own products."""
-    backend: Fp8Backend = Fp8Backend.AUTO
-    """What computes the products of FP8 linears. reference: FP32 products of dequantised operands.
-    amx: the same products exactly, on the CPU's matrix unit. auto: amx where the CPU has it and a C++
-    compiler is there, else reference; what was taken is reported. torch (scaled_mm) and
-    transformer_engine are for a GPU, which the learner does not run on yet."""
-    first_layers_bf16: NonNegativeInt = 0
-    last_layers_bf16: NonNegativeInt = 0
-    include: tuple[str, ...] = ()
-    """Linears in FP8: names, patterns with `*` and `?`, or `re:` and a regular expression, each for a
-    whole name. Empty: all."""
-    exclude: tuple[str, ...] = ()
-    """Parameters kept in BF16, named as in include; exclude wins."""
-
-
 class Rollout(Section):
     prompts: PositiveInt = 32
     """Prompts of one iteration; with dynamic sampling of one draw, and the groups it wants to keep."""
@@ -237,15 +166,19 @@ class Rollout(Section):
     samples: PositiveInt = 8
     """Samples of each prompt: the group of GRPO."""
     temperature: PositiveFloat = 1.0
+    """Of the sampling."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling: the least set of tokens with this probability. 1: off."""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """-1: off."""
     max_prompt_tokens: PositiveInt = 64
     """Longer prompts are refused when the data are prepared."""
     max_new_tokens: PositiveInt = 16
+    """Longer completions are cut off."""
     chunk_size: PositiveInt = 256
     """Sequences generated at a time, in fixed order from a clean prefix cache."""
     kv_cache_mib: PositiveInt = 256
+    """Memory of the KV cache, in MiB."""
 
     @property
     def chunks(self) -> int:
@@ -280,11 +213,17 @@ class Sync(Section):
 
 class Learner(Objective):
     lr: PositiveFloat = 1e-4
+    """Learning rate of AdamW at the end of the warm-up."""
     warmup_iterations: NonNegativeInt = 3
+    """Iterations over which the learning rate rises."""
     weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay (AdamW)."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay rates of the two moments."""
     eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
     grad_clip: PositiveFloat = 1.0
+    """Norm that gradients are clipped to."""
     updates: PositiveInt = 1
     """Optimiser steps on the samples of one iteration."""
     micro_batch: PositiveInt = 128
@@ -312,27 +251,45 @@ class Recipe(Section):
     arm: str | None = None
     """Name of the precision arm in comparisons. Empty: the recipe file's name."""
     seed: NonNegativeInt = 0
+    """Of data, sampling and warm start."""
     iterations: PositiveInt = 50
+    """GRPO iterations: rollout, reward, train, requantize, recalibrate_kv."""
     device: Device = Device.AUTO
+    """auto: a GPU where there is one, else the CPU."""
     threads: NonNegativeInt = 0
     """CPU threads of the engine and of the learner. 0: all cores."""
     runs_dir: str = "runs"
+    """Folder where the run's folder is made."""
     step_timeout_s: PositiveFloat = 3600.0
     """A step that takes longer fails."""
     model: Model = Model()
+    """The model that is trained."""
     warm_start: WarmStart = WarmStart()
+    """Supervised phase before, of the tiny model only."""
     task: Task = Task()
+    """Prompts, and what a completion is worth."""
     precision: Precision = Precision()
+    """What is in FP8, and how."""
     rollout: Rollout = Rollout()
+    """How completions are sampled."""
     sync: Sync = Sync()
+    """How weights get from the learner to the rollout engine."""
     learner: Learner = Learner()
+    """Objective and optimiser."""
     correction: Correction = Correction()
+    """What is done about rollout and learner not agreeing."""
     guard: Guard = Guard()
+    """What is done where figures get out of hand."""
     evaluate: Evaluate = Evaluate()
+    """How often the validation prompts are answered."""
     checkpoint: Checkpoint = Checkpoint()
+    """When the learner is saved, and what is kept."""
     retry: Retry = Retry()
+    """What is tried again."""
     stop: Stop = Stop()
+    """Where to stop before the last iteration."""
     tracking: Tracking = Tracking()
+    """Where metrics go."""
 
     def digest(self) -> str:
         """sha256 over what can change numbers: all but names, places and tracking."""

@@ -9,6 +9,7 @@ class Tracking(Section):
     uri: str | None = None
     """MLflow tracking URI. Empty: MLFLOW_TRACKING_URI, else SQLite in the runs folder."""
     experiment: str = "fp8rl"
+    """Name of the MLflow experiment."""
     system_metrics: bool = True
     """Log CPU, memory, disk, network and GPUs of the flow's machine to MLflow, every 10 s."""
     log_model: bool = False

@@ -19,7 +19,8 @@ from fp8rl.model.dims import ModelDims
 from fp8rl.model.names import name_table
 from fp8rl.model.precision import Decision
 from fp8rl.numerics.formats import BLOCK, Scaling
-from fp8rl.recipe.schema import Linear, Precision, Recipe, ScaleKind
+from fp8rl.recipe.precision import Linear, Precision, ScaleKind
+from fp8rl.recipe.schema import Recipe
 from fp8rl.rollout import options
 
 METHOD = "fp8"

@@ -22,8 +22,9 @@ from fp8rl.model.kv_scales import KvScales, LayerScales
 from fp8rl.model.manifest import Manifest
 from fp8rl.model.names import name_table
 from fp8rl.model.precision import Decision, effective_rows, make_plan
+from fp8rl.recipe.precision import Linear
 from fp8rl.recipe.rules import kv_percentile, plan_rules
-from fp8rl.recipe.schema import Linear, Recipe
+from fp8rl.recipe.schema import Recipe
 from fp8rl.rollout import options
 from fp8rl.rollout.pressure import Pressure, PressureGauge
 from fp8rl.rollout.requests import Completion, Request

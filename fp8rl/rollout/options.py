@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from fp8rl.recipe.schema import Linear, Recipe
+from fp8rl.recipe.precision import Linear
+from fp8rl.recipe.schema import Recipe
 
 # Read by vLLM when it is imported. One process, so that weights can be reached in place.
 ENVIRONMENT = {

@@ -34,8 +34,8 @@ from fp8rl.model.precision import FORMAT_OF_DTYPE, Format
 from fp8rl.numerics.backends import Backend, FusedWeight, Projections, backend
 from fp8rl.numerics.formats import Fp8Recipe
 from fp8rl.numerics.quantise import NonFiniteError, Quantised
+from fp8rl.recipe.precision import Precision
 from fp8rl.recipe.rules import rollout_fp8
-from fp8rl.recipe.schema import Precision
 
 METHOD = "fp8rl"
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8rl.files import sha256
-from fp8rl.recipe.schema import Linear, Recipe
+from fp8rl.recipe.precision import Linear
+from fp8rl.recipe.schema import Recipe
 from fp8rl.sync.errors import ProofError
 
 Scores = list[list[float]]

@@ -7,7 +7,7 @@ registered anew on the live module.
 import pytest
 
 from fp8rl.model.manifest import PublishedWeightsError
-from fp8rl.recipe.schema import Linear
+from fp8rl.recipe.precision import Linear
 from fp8rl.rollout.engine import Engine
 from tests.contract.pairs import Pair
 

@@ -14,7 +14,7 @@ from fp8rl.learner.batch import make_batch
 from fp8rl.learner.learner import Learner
 from fp8rl.mismatch import mismatch_panel
 from fp8rl.model.kv_scales import KvScales, KvScalesError, LayerScales
-from fp8rl.recipe.schema import KvStatistic
+from fp8rl.recipe.precision import KvStatistic
 from fp8rl.rollout.engine import Engine, EngineStateError
 from fp8rl.rollout.kv_observation import observed
 from fp8rl.rollout.kv_shares import kv_metrics

@@ -23,7 +23,8 @@ from fp8rl.model.megatron import (
 )
 from fp8rl.model.precision import Format, PlanRules, PrecisionPlanError, make_plan
 from fp8rl.model.tiny import tiny_dims
-from fp8rl.recipe.schema import Linear, TinyModel
+from fp8rl.recipe.precision import Linear
+from fp8rl.recipe.schema import TinyModel
 from tests import oracle
 from tests.models import RAGGED, hf_model, random_weights, recipe_with, write_model
 

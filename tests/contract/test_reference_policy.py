@@ -11,7 +11,7 @@ from fp8rl.learner.checkpoint import capture
 from fp8rl.learner.kl import ReferenceMissingError
 from fp8rl.learner.learner import Learner
 from fp8rl.learner.reference import ReferenceMismatchError
-from fp8rl.recipe.schema import Linear
+from fp8rl.recipe.precision import Linear
 from tasks.learner_actor import LearnerActor
 from tests.models import RAGGED, recipe_with, write_model
 

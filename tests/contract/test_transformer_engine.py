@@ -15,7 +15,8 @@ from fp8rl.model.dims import dims_from_hf
 from fp8rl.model.names import name_table
 from fp8rl.model.tiny import hf_config
 from fp8rl.numerics.formats import BackendError
-from fp8rl.recipe.schema import Precision, TinyModel
+from fp8rl.recipe.precision import Precision
+from fp8rl.recipe.schema import TinyModel
 
 DIMS = dims_from_hf(hf_config(TinyModel()))
 LLAMA = replace(DIMS, hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, layers=4)

@@ -35,7 +35,7 @@ def recipes(runs_dir):
             given = [f"runs_dir={runs_dir}", f"seed={seed}", f"name=compared-{arm}-{seed}"]
             given += [f"tracking.experiment={EXPERIMENT}"]
             recipe = load_recipe(TINY / f"{arm}.yaml", [*SHORT, *given]).recipe
-            asyncio.run(train(recipe))
+            asyncio.run(train(recipe=recipe))
             done[arm, seed] = recipe
     yield done
     import ray

@@ -31,7 +31,7 @@ def overrides(runs_dir, name):
 def train(recipe, resume=None):
     from flows.training import train
 
-    return asyncio.run(train(recipe, resume))
+    return asyncio.run(train(recipe=recipe, resume=resume))
 
 
 def table(run, iteration, step, name):

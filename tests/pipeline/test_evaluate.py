@@ -24,7 +24,7 @@ def test_answers_in_bf16_are_those_of_a_bf16_engine_with_the_same_weights(run_ar
     places = [f"runs_dir={runs_dir}", "name=also-in-bf16"]
     overrides = [*SHORT, "iterations=1", "evaluate.bf16=true", *places]
     recipe = load_recipe(TINY / "fp8-e2e-kv.yaml", overrides).recipe
-    summary = asyncio.run(train(recipe))
+    summary = asyncio.run(train(recipe=recipe))
     assert 0 <= summary["val_bf16_accuracy_after"] <= 1
     fp8, bf16 = Journal(runs_dir / "also-in-bf16"), run_arm("bf16").journal
     # Both arms begin with the same weights: every answer is the same, to the last sampled token.

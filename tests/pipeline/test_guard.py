@@ -42,7 +42,7 @@ def begin(runs_dir, name, *actions, iterations=3):
     rule = f"guard.rules=[{{watch: mismatch, above: {LIMIT}, actions: [{', '.join(actions)}]}}]"
     overrides = [*SHORT, *UNSEEN, rule, f"iterations={iterations}", f"runs_dir={runs_dir}"]
     recipe = load_recipe(TINY / "fp8-rollout-kv.yaml", [*overrides, f"name={name}"]).recipe
-    asyncio.run(train(recipe))
+    asyncio.run(train(recipe=recipe))
 
 
 def mismatches(run):
@@ -138,7 +138,7 @@ def test_it_stops_and_goes_on_when_a_person_says_so(runs_dir, wrong_scale, actio
     assert run.journal.record(1, "train").output["guard"]["skipped"]
     assert run.resume_command() == f"fp8rl resume {name}"
 
-    asyncio.run(train(run.recipe, name))
+    asyncio.run(train(recipe=run.recipe, resume=name))
     assert run.state().state == "finished"
     assert run.journal.record(1, "guard_answer").output == {"answer": "the run was resumed"}
     assert mismatches(run)[1] < LIMIT  # the next version was published with right scales

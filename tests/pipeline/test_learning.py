@@ -15,7 +15,7 @@ def test_sampled_accuracy_rises_by_25_points_and_greedy_does_not_fall(runs_dir, 
     from flows.training import train
 
     overrides = [f"runs_dir={runs_dir}", f"name=learning-{arm}", "seed=11"]
-    summary = asyncio.run(train(load_recipe(TINY / f"{arm}.yaml", overrides).recipe))
+    summary = asyncio.run(train(recipe=load_recipe(TINY / f"{arm}.yaml", overrides).recipe))
     assert summary["val_accuracy_after"] >= summary["val_accuracy_before"] + 0.25
     assert summary["val_greedy_after"] >= summary["val_greedy_before"]
     # The median over iterations: in FP8 a single sampled token can carry an iteration's mean.

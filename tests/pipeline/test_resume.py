@@ -26,7 +26,7 @@ def recipe_of(runs_dir, name, *overrides, arm="bf16"):
 def train(recipe, resume=None):
     from flows.training import train
 
-    return asyncio.run(train(recipe, resume))
+    return asyncio.run(train(recipe=recipe, resume=resume))
 
 
 def assert_equal_to_the_straight_run(run, reference):

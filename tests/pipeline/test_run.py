@@ -230,7 +230,7 @@ def test_scales_of_the_engine_side(runs_dir, run_arm):
     recipe = load_recipe(
         TINY / "fp8-e2e-kv.yaml", [*SHORT, *options, f"runs_dir={runs_dir}", "name=test-engine-kv"]
     ).recipe
-    asyncio.run(train(recipe))
+    asyncio.run(train(recipe=recipe))
     journal = Run(runs_dir / "test-engine-kv").journal
     for n in (0, 1):
         record = journal.record(n, "recalibrate_kv")
@@ -317,7 +317,7 @@ def test_a_failing_run_says_so_everywhere_and_leaves_nothing_running(runs_dir, r
         ],
     ).recipe
     with pytest.raises(Exception, match="KV cache"):
-        asyncio.run(train(recipe))
+        asyncio.run(train(recipe=recipe))
     state = Run(runs_dir / "test-failing").state()
     assert state.state == "failed"
     assert "KV cache" in state.reason

@@ -28,7 +28,7 @@ def finished(runs_dir):
     overrides = ["iterations=2", f"runs_dir={runs_dir}", "name=smollm2", "task.val_prompts=8"]
     overrides += ["evaluate.bf16=false", "evaluate.samples=1"]
     recipe = load_recipe(RECIPE, overrides).recipe
-    return recipe, asyncio.run(train(recipe)), Journal(runs_dir / "smollm2")
+    return recipe, asyncio.run(train(recipe=recipe)), Journal(runs_dir / "smollm2")
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

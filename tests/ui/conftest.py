@@ -64,16 +64,12 @@ class Prefect:
         """Starts the server, deploys as infra/prefect.yaml says, and starts the worker."""
         self._spawn("server", "server", "start", "--host", "127.0.0.1", "--port", str(self.port))
         until("the Prefect server", START_S, self._answers)
-        for pool in ("fp8rl", "fp8rl-sweeps"):
-            self.command("prefect", "work-pool", "create", pool, "--type", "process")
+        self.command("prefect", "work-pool", "create", "fp8rl", "--type", "process")
         self.command(
             "prefect", "--no-prompt", "deploy", "--prefect-file", "infra/prefect.yaml", "--all"
         )
-        self.start_worker("fp8rl")
-
-    def start_worker(self, pool: str) -> None:
-        """Starts a worker, from another folder: a deployment knows its own."""
-        self._spawn(f"worker-{pool}", "worker", "start", "--pool", pool, cwd=self.home)
+        # The worker from another folder: the deployment knows its own.
+        self._spawn("worker", "worker", "start", "--pool", "fp8rl", cwd=self.home)
 
     def _spawn(self, name: str, *words: str, cwd: Path = ROOT) -> None:
         with (self.home / f"{name}.log").open("w") as log:
@@ -207,7 +203,7 @@ class Prefect:
         assert answer["status"] == "ACCEPT", answer
 
     def events(self, name: str, count: int) -> list[dict[str, Any]]:
-        """The events of that name, the earliest first; fails where there are not `count` in time."""
+        """The events of that name, the earliest first, once there are `count`; else it fails."""
 
         def written() -> Any:  # the server writes events down in batches, 5 s apart
             found = self.post("/events/filter", filter={"event": {"name": [name]}})["events"]

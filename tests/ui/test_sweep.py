@@ -26,7 +26,6 @@ def test_sweep_that_is_killed_and_retried_begins_no_child_twice(prefect, runs_di
     file = tmp_path / "served.yaml"
     file.write_text(yaml.safe_dump(values))
     children = [Run(runs_dir / f"served-bf16-s{seed}") for seed in (0, 1)]
-    prefect.start_worker("fp8rl-sweeps")
 
     sweep = prefect.run([], "sweep/sweep", file=str(file))
     until("the first child", END_S, lambda: children[0].journal.is_committed(1, "rollout"))

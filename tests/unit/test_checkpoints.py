@@ -25,7 +25,8 @@ from fp8rl.learner import checkpoint
 from fp8rl.learner.batch import make_batch
 from fp8rl.learner.checkpoint import CheckpointWriter, capture, load, restore, weights_digest
 from fp8rl.learner.learner import Learner
-from fp8rl.recipe.schema import Linear, TinyModel
+from fp8rl.recipe.precision import Linear
+from fp8rl.recipe.schema import TinyModel
 from tests.models import recipe_with, write_model
 
 ROOT = Path(__file__).parents[2]

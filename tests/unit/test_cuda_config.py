@@ -8,8 +8,9 @@ from fp8rl.device import resolve
 from fp8rl.model.dims import dims_from_hf
 from fp8rl.model.precision import make_plan
 from fp8rl.model.tiny import hf_config
+from fp8rl.recipe.precision import Precision
 from fp8rl.recipe.rules import RecipeError, plan_rules
-from fp8rl.recipe.schema import Precision, TinyModel
+from fp8rl.recipe.schema import TinyModel
 from fp8rl.rollout import cuda_config
 from tests.models import RAGGED, recipe_with
 

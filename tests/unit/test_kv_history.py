@@ -7,7 +7,7 @@ import pytest
 
 from fp8rl.journal import ITERATION, JournalError
 from fp8rl.kv_history import kv_history, plot_kv_history
-from fp8rl.recipe.schema import Linear
+from fp8rl.recipe.precision import Linear
 from tests.folders import flipped, make_run, replace_file
 
 

@@ -21,6 +21,7 @@ from fp8rl.recipe.load import (
     with_overrides,
 )
 from fp8rl.recipe.objective import CorrectionMode, Estimator, Kl
+from fp8rl.recipe.precision import Fp8Backend, Linear
 from fp8rl.recipe.rules import (
     RecipeError,
     check,
@@ -29,14 +30,7 @@ from fp8rl.recipe.rules import (
     rollout_fp8,
     warnings,
 )
-from fp8rl.recipe.schema import (
-    Device,
-    Fp8Backend,
-    Linear,
-    Recipe,
-    Rollout,
-    changes_numbers,
-)
+from fp8rl.recipe.schema import Device, Recipe, Rollout, changes_numbers
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = CONFIGS / "tiny"

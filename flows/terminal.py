@@ -1,0 +1,19 @@
+"""What the parts of the `fp8rl` command share: its two outputs, and options that mean the same."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+# In a file or a pipe lines are as long as the tables need.
+console = Console(width=None if sys.stdout.isatty() else 150)
+errors = Console(stderr=True)
+
+RunsDir = Annotated[Path, typer.Option("--runs-dir", help="The runs folder")]
+
+
+def say(text: str, style: str | None = None) -> None:
+    """A line as it is: not broken, coloured or taken for markup."""
+    console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
