@@ -11,6 +11,7 @@ from rich.console import Console
 console = Console(width=None if sys.stdout.isatty() else 150)
 errors = Console(stderr=True)
 
+RunName = Annotated[str, typer.Argument(help="A run's name; `fp8rl runs` lists them")]
 RunsDir = Annotated[Path, typer.Option("--runs-dir", help="The runs folder")]
 
 

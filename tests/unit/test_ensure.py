@@ -44,7 +44,7 @@ class Made:
         monkeypatch.setattr(ensure, "release_actor", lambda context, kind: None)
         monkeypatch.setattr(ensure.progress, "emit", lambda event: self.notes.append(event.text))
 
-    async def status_of(self, context, kind, make):
+    async def status_of(self, context, kind):
         actor = SimpleNamespace(number=self.count, score_probe=Method(self.scores[self.count]))
         self.count += 1
         return actor, dict(self.status)

@@ -148,7 +148,8 @@ def test_the_runs_folder_and_name_follow_from_the_parameters_of_a_flow_run(tmp_p
 
 
 def test_the_deployments_are_flows_of_this_package():
-    assert deployment_names() == ["train/train", "resume/resume"]
+    names = ["train/train", "resume/resume", "compare/compare", "sweep/sweep"]
+    assert deployment_names() == names
     assert (train.name, resume.name) == ("train", "resume")
     for one in (train, resume):  # what a killed run leaves is put right
         assert [hook.__name__ for hook in one.on_crashed_hooks] == ["put_right_after"]
