@@ -36,12 +36,11 @@ def recipe_files() -> list[str]:
     return found
 
 
-# None is allowed where a form's field is left empty; the plain type makes a simple field of it.
-_TEXT = {"type": "string"}
-_TEXTS = {"type": "array", "items": _TEXT, "examples": [["iterations=10", "name=my-run"]]}
-RecipeFile = Annotated[str | None, WithJsonSchema({**_TEXT, "enum": [*recipe_files(), None]})]
-Overrides = Annotated[list[str] | None, WithJsonSchema(_TEXTS)]
-OptionalText = Annotated[str | None, WithJsonSchema(_TEXT)]
+# A form may send a field that was left empty as null.
+_CHOICES = {"anyOf": [{"type": "string", "enum": recipe_files()}, {"type": "null"}]}
+RecipeFile = Annotated[str | None, WithJsonSchema(_CHOICES)]
+Overrides = list[str] | None
+OptionalText = str | None
 
 
 def asked_recipe(
