@@ -15,7 +15,8 @@ demo: setup  ## train two precision arms on the tiny task and compare them
 test: setup  ## all that fits: unit, contract and pipeline tests
 	$(BIN)/pytest tests/unit -n 2 -m "not slow"
 	$(BIN)/pytest tests/contract -n 2 --dist loadfile -m "not slow and not gpu"
-	$(BIN)/pytest tests/pipeline tests/ui -m "not slow and not gpu and not ui and not kill"
+	$(BIN)/pytest tests/pipeline -n 2 --dist loadfile -m "not slow and not kill"
+	$(BIN)/pytest tests/ui -m "not slow and not ui"
 
 test-ui: setup  ## Retry pressed in a browser; needs playwright and Chromium
 	$(BIN)/pytest -m ui
