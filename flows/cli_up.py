@@ -188,7 +188,7 @@ def _deploy(there: Up) -> None:
         if there.service("prefect").own:
             say(asyncio.run(install_zombie_automation()))
         else:
-            say("`fp8rl watch` has your server mark runs whose machine is gone as Crashed")
+            say("`fp8rl mark-crashed` has your server mark runs whose machine is gone as Crashed")
 
 
 def _say_what_next(there: Up) -> None:

@@ -6,7 +6,7 @@ from flows.showing import EVENT
 from fp8rl.runs import Run
 from tests.ui.conftest import END_S, Trained, until
 
-pytestmark = pytest.mark.pipeline
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 # Passed in every iteration: no FP8 rollout agrees to the last bit. The last has none to pause before.
 RULE = "guard.rules=[{watch: mismatch, above: 1.0, actions: [pause]}]"

@@ -131,7 +131,7 @@ def test_the_watch_for_silent_runs_is_installed_once(prefect):
             return asyncio.run(install_zombie_automation(within_s))
 
     assert installed() == []
-    assert "created" in prefect.command("fp8rl", "watch")
+    assert "created" in prefect.command("fp8rl", "mark-crashed")
     (first,) = installed()
     assert "is there already" in install(90.0)
     assert installed() == [first]
