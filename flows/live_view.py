@@ -2,61 +2,37 @@
 
 import time
 from collections import deque
-from contextlib import AbstractContextManager
-from types import TracebackType
+from collections.abc import Iterable
 
 from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.markup import escape
 from rich.table import Table
 
+from flows.live import LiveDisplay
 from fp8rl import progress
-from fp8rl.glance import ACCURACY, HEADINGS, cells
+from fp8rl.glance import ACCURACY, HEADINGS, cells, line
 
-_KEPT = 8
+KEPT = 8
 
 
-class LiveView(AbstractContextManager["LiveView"]):
-    """Shows the progress of a run while its block is open.
+def iterations_table(title: str, rows: Iterable[tuple[int, dict[str, float]]]) -> Table:
+    """A line for each iteration (number, metrics)."""
+    table = Table(title=escape(title), title_justify="left", expand=False)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right")
+    for number, metrics in rows:
+        table.add_row(*cells(number, metrics))
+    return table
 
-    In a terminal it redraws; where output goes to a file it prints a line per iteration.
-    """
+
+class LiveView(LiveDisplay):
+    """Shows the progress of a run; where output goes to a file, a line per iteration."""
 
     def __init__(self, console: Console, title: str) -> None:
-        self.console = console
-        self.title = title
-        self.bar = Progress(
-            TextColumn("{task.description:<34}"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-        )
-        self._task = self.bar.add_task("Prefect starts", total=None)
-        self._rows: deque[tuple[int, dict[str, float]]] = deque(maxlen=_KEPT)
+        self._rows: deque[tuple[int, dict[str, float]]] = deque(maxlen=KEPT)
         self._accuracy = float("nan")
-        self._live = Live(self._draw(), console=console, refresh_per_second=4, transient=False)
-        self._listening = progress.listening(self._on_event)
         self._last_phase = ""
-
-    def __enter__(self) -> "LiveView":
-        self._listening.__enter__()
-        if self.console.is_terminal:
-            self._live.__enter__()
-        else:
-            self.console.print(self.title)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._listening.__exit__(kind, error, trace)
-        if self.console.is_terminal:
-            self._live.update(self._draw())
-            self._live.__exit__(kind, error, trace)
+        super().__init__(console, title)
 
     def _on_event(self, event: progress.Event) -> None:
         if event.kind == "phase":
@@ -82,17 +58,10 @@ class LiveView(AbstractContextManager["LiveView"]):
 
     def _print_line(self, event: progress.Event) -> None:
         if event.kind == "iteration":
-            columns = zip(HEADINGS, cells(*self._rows[-1]), strict=True)
-            line = "  ".join(f"{name} {cell}" for name, cell in columns if cell)
-            self.console.print(line, soft_wrap=True, highlight=False)
+            self.console.print(line(*self._rows[-1]), soft_wrap=True, highlight=False)
         elif event.kind == "phase" and event.text != self._last_phase:
             self._last_phase = event.text
             self.console.print(f"{time.strftime('%H:%M:%S')} {event.text}", highlight=False)
 
     def _draw(self) -> Group:
-        table = Table(title=self.title, title_justify="left", expand=False)
-        for heading in HEADINGS:
-            table.add_column(heading, justify="right")
-        for number, metrics in self._rows:
-            table.add_row(*cells(number, metrics))
-        return Group(table, self.bar)
+        return Group(iterations_table(self.title, self._rows), self.bar)

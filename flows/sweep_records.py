@@ -28,6 +28,7 @@ from fp8rl.sweep.expand import Child
 from fp8rl.sweep.look import ChildState, look
 from fp8rl.sweep.plan import PLAN, SWEEP_TAG, SWEEPS, Plan, params_of, read_plan
 from fp8rl.tracking import MLFLOW_STATUS, Tracker
+from fp8rl.tracking_server import page
 
 # Between two updates of the tables where nothing but iterations was made.
 _EVERY_S = 15.0
@@ -216,6 +217,7 @@ def _linked(row: dict[str, Any], uri: str) -> dict[str, str]:
     for key, fmt in (("accuracy", "{:.1%}"), ("mismatch", "{:.4f}")):
         if row[key] is not None:
             shown[key] = fmt.format(row[key])
-    if row["mlflow_run"] and uri.startswith("http"):
-        shown["mlflow_run"] = f"[{row['mlflow_run']}]({uri.rstrip('/')}/#/runs/{row['mlflow_run']})"
+    run = row["mlflow_run"]
+    if run and (address := page(uri, f"runs/{run}")):
+        shown["mlflow_run"] = f"[{run}]({address})"
     return shown

@@ -1,50 +1,27 @@
 """The live view of a sweep in the terminal: its children, and how far all of them are together."""
 
 import time
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from flows.live import LiveDisplay
 from fp8rl import progress
 
 _COLOURS = {"running": "cyan", "finished": "green", "failed": "red", "killed": "red"}
 
 
-class SweepView(AbstractContextManager["SweepView"]):
-    """Shows a sweep while its block is open.
-
-    In a terminal it redraws; where output goes to a file it prints a line for each change of state.
-    """
+class SweepView(LiveDisplay):
+    """Shows a sweep; where output goes to a file, a line for each change of state and the table at the
+    end."""
 
     def __init__(self, console: Console, title: str) -> None:
-        self.console, self.title = console, title
-        self.bar = Progress(
-            TextColumn("{task.description:<34}"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TextColumn("iterations"),
-            TimeElapsedColumn(),
-            console=console,
-        )
-        self._task = self.bar.add_task("Prefect starts", total=None)
         self._rows: tuple[dict[str, Any], ...] = ()
         self._states: dict[str, str] = {}
-        self._live = Live(self._draw(), console=console, refresh_per_second=4, transient=False)
-        self._listening = progress.listening(self._on_event)
-
-    def __enter__(self) -> "SweepView":
-        self._listening.__enter__()
-        if self.console.is_terminal:
-            self._live.__enter__()
-        else:
-            self.console.print(self.title)
-        return self
+        super().__init__(console, title, unit="iterations")
 
     def __exit__(
         self,
@@ -52,11 +29,8 @@ class SweepView(AbstractContextManager["SweepView"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._listening.__exit__(kind, error, trace)
-        if self.console.is_terminal:
-            self._live.update(self._draw())
-            self._live.__exit__(kind, error, trace)
-        elif self._rows:
+        super().__exit__(kind, error, trace)
+        if self._rows and not self.console.is_terminal:
             self.console.print(children_table(self.title, self._rows))
 
     def _on_event(self, event: progress.Event) -> None:

@@ -36,7 +36,7 @@ from flows.stopping import (
     slowest_iteration,
     stop_if_asked,
 )
-from fp8rl import machine, progress
+from fp8rl import progress
 from fp8rl.context import RunContext
 from fp8rl.device import resolve
 from fp8rl.journal import ITERATION
@@ -326,7 +326,7 @@ def _tags(opened: Opened) -> dict[str, str]:
         "fp8rl.recipe_digest": recipe.digest(),
         "fp8rl.seed": str(recipe.seed),
         "fp8rl.model": recipe.model.title,
-        "fp8rl.commit": machine.commit(),
+        "fp8rl.commit": opened.run.attempts()[-1]["machine"]["commit"],
         "prefect.flow_run_id": str(flow_run.get_id()),
         "prefect.flow_run_name": str(flow_run.get_name()),
     }

@@ -5,16 +5,13 @@ from datetime import timedelta
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
+from flows.live_view import KEPT, iterations_table
 from fp8rl import guard
-from fp8rl.glance import HEADINGS, cells, trends
+from fp8rl.glance import line, trends
 from fp8rl.journal import JournalError, StepRecord
 from fp8rl.runs import Run
-
-_KEPT = 8
 
 
 def watch(run: Run, console: Console, *, every: float, once: bool) -> None:
@@ -42,9 +39,8 @@ def _follow(run: Run, console: Console, every: float, once: bool) -> None:
             return
         for record in records:
             if record.iteration > shown:
-                row = zip(HEADINGS, cells(record.iteration, record.metrics), strict=True)
-                line = "  ".join(f"{name} {cell}" for name, cell in row if cell)
-                console.print(line, soft_wrap=True, highlight=False)
+                text = line(record.iteration, record.metrics)
+                console.print(text, soft_wrap=True, highlight=False)
                 shown = record.iteration
         if over:
             console.print(_state(run), soft_wrap=True)
@@ -71,12 +67,8 @@ def _state(run: Run) -> Text:
 def _drawn(run: Run, records: list[StepRecord]) -> Group:
     total = run.recipe.iterations
     title = f"{run.name}: iteration {records[-1].iteration if records else 0} of {total}"
-    table = Table(title=escape(title), title_justify="left")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right")
-    for record in records[-_KEPT:]:
-        table.add_row(*cells(record.iteration, record.metrics))
-    lines = [Text(f"{what:<9} {line}  {ends}") for what, line, ends in trends(records)]
+    table = iterations_table(title, ((r.iteration, r.metrics) for r in records[-KEPT:]))
+    lines = [Text(f"{what:<9} {bars}  {ends}") for what, bars, ends in trends(records)]
     lines += [Text(left)] if (left := _left(records, total)) else []
     return Group(_state(run), table, *lines, *_guard_lines(run, records))
 
@@ -86,14 +78,14 @@ def _left(records: list[StepRecord], total: int) -> str:
     seconds = [r.metrics["timing/iteration_s"] for r in records if "timing/iteration_s" in r.metrics]
     if not seconds or records[-1].iteration >= total:
         return ""
-    last = seconds[-_KEPT:]
+    last = seconds[-KEPT:]
     rest = timedelta(seconds=round(sum(last) / len(last) * (total - records[-1].iteration)))
     return f"at this pace {rest} for the iterations that are left, evaluations aside"
 
 
 def _guard_lines(run: Run, records: list[StepRecord]) -> list[Text]:
     found = []
-    for record in records[-_KEPT:]:
+    for record in records[-KEPT:]:
         firings = guard.decision(run.journal, record.iteration).get("firings", [])
         found += [Text(f"guard, iteration {record.iteration}: {guard.describe(f)}") for f in firings]
     return found

@@ -29,6 +29,12 @@ def cells(number: int, metrics: dict[str, float]) -> list[str]:
     return [str(number), *("" if math.isnan(value) else text.format(value) for value, text in values)]
 
 
+def line(number: int, metrics: dict[str, float]) -> str:
+    """The row as text, each cell after its heading."""
+    row = zip(HEADINGS, cells(number, metrics), strict=True)
+    return "  ".join(f"{heading} {cell}" for heading, cell in row if cell)
+
+
 def sparkline(values: Sequence[float], width: int = 40) -> str:
     """`values` as bars from their least to their greatest; more than `width` of them as means of parts.
 
@@ -62,7 +68,7 @@ def markdown(records: Sequence[StepRecord], total: int, links: dict[str, str], k
     """The glance as Markdown. total: iterations of the recipe. links: {text: URL}. kept: last rows."""
     done = records[-1].iteration if records else 0
     lines = [f"**Iteration {done} of {total}**", ""]
-    lines += [f"- {what} `{line}` {ends}" for what, line, ends in trends(records)]
+    lines += [f"- {what} `{bars}` {ends}" for what, bars, ends in trends(records)]
     lines += [f"- [{text}]({url})" for text, url in links.items()]
     lines += ["", f"| {' | '.join(HEADINGS)} |", f"|{' --- |' * len(HEADINGS)}"]
     lines += [f"| {' | '.join(cells(r.iteration, r.metrics))} |" for r in records[-kept:]]

@@ -78,10 +78,9 @@ class Tracker:
     @property
     def page(self) -> str | None:
         """The run's page in MLflow's UI; None where the URI is a database's, or nobody answered."""
-        if self._opened_in is None or not self.uri.startswith("http"):
+        if self._opened_in is None:
             return None
-        uri = tracking_server.shown(self.uri).rstrip("/")
-        return f"{uri}/#/experiments/{self._opened_in}/runs/{self.run_id}"
+        return tracking_server.page(self.uri, f"experiments/{self._opened_in}/runs/{self.run_id}")
 
     # What is wanted.
 

@@ -62,6 +62,11 @@ def shown(uri: str) -> str:
     return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", uri)
 
 
+def page(uri: str, path: str) -> str | None:
+    """The address of a page of MLflow's UI, without a password; None where `uri` is a database's."""
+    return f"{shown(uri).rstrip('/')}/#/{path}" if uri.startswith("http") else None
+
+
 # Whether it is there.
 
 
