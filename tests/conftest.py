@@ -16,6 +16,8 @@ import pytest  # noqa: E402
 from flows.environment import set_environment  # noqa: E402
 
 set_environment(HOME)
+# Helpers whose asserts are to say what they saw.
+pytest.register_assert_rewrite("tests.comparison_page", "tests.services")
 
 
 @pytest.fixture(scope="session")

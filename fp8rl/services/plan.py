@@ -129,8 +129,13 @@ def make_plan(
 
     command = ["prefect", "worker", "start", "--pool", POOL, "--type", "process"]
     services.append(Service("worker", f"pool {POOL}"))
-    # A run that is told to end saves its learner first (checkpoint.grace_s).
-    worker = Program("worker", python + command, _PRIORITY["worker"], 60, False, dict(environment))
+    worker = Program(
+        "worker",
+        python + command,
+        _PRIORITY["worker"],
+        autostart=False,
+        environment=dict(environment),
+    )
     return Plan(services, [*programs, worker], environment, inherited)
 
 

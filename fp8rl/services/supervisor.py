@@ -135,10 +135,15 @@ class Supervisor:
         """Has a program started, without waiting for it."""
         self._call("startProcess", name, False)
 
-    def stop_program(self, name: str) -> None:
-        """Stops a program that runs, and waits."""
+    def pid_of(self, name: str) -> int | None:
+        """The process id of a program; None where it does not run."""
+        pids = {one["name"]: int(one["pid"]) for one in self._call("getAllProcessInfo")}
+        return pids.get(name) or None
+
+    def stop_program(self, name: str, wait: bool = True) -> None:
+        """Stops a program that runs; wait: until it has ended."""
         if self.states().get(name, ("", ""))[0] in ("RUNNING", "STARTING", "BACKOFF"):
-            self._call("stopProcess", name, True)
+            self._call("stopProcess", name, wait)
 
     def shut_down(self) -> None:
         """Has it stop all programs, in order, and then end. Does not wait."""

@@ -12,11 +12,12 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,20 +154,29 @@ class Up:
         forget(self)
 
     def _stop_worker(self, timeout_s: float) -> None:
+        """Stops the worker once its flow runs have ended in good order; it would kill them at once.
+        Meanwhile it is held, or it would begin those that wait."""
         import psutil
 
-        flows = [one for one in self.processes() if _is_flow_run(one)]
-        self.supervisor.stop_program("worker")
-        psutil.wait_procs(flows, timeout=timeout_s)
-
-
-def _is_flow_run(process: Any) -> bool:
-    import psutil
-
-    try:
-        return "PREFECT__FLOW_RUN_ID" in process.environ() and "ray::" not in process.name()
-    except psutil.Error:
-        return False
+        pid = self.supervisor.pid_of("worker")
+        if pid is None:
+            return
+        worker = psutil.Process(pid)
+        worker.suspend()
+        flows = {one.pid: process_start(one.pid) for one in worker.children()}
+        for flow in flows:
+            with suppress(ProcessLookupError):
+                os.kill(flow, signal.SIGTERM)
+        end = time.monotonic() + timeout_s
+        # Not psutil's own wait: a worker that is held does not take notice of their ends.
+        while any(start and is_alive(flow, start) for flow, start in flows.items()):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.2)
+        self.supervisor.stop_program("worker", wait=False)
+        worker.resume()
+        with suppress(psutil.TimeoutExpired):
+            worker.wait(timeout_s)
 
 
 def _explain(one: Health, timeout_s: float) -> str:

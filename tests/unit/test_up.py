@@ -194,6 +194,13 @@ def started(runs, tmp_path_factory):
             process.kill()
 
 
+def until(look):
+    end = time.monotonic() + 60
+    while not look():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
 def answering(runs):
     (port,) = unused(1)
     (runs / "server.py").write_text(HEALTHY)
@@ -233,6 +240,43 @@ def test_services_are_found_used_restarted_and_stopped(runs, started, monkeypatc
     assert services_to_use(runs) is None
     assert (up.folder / "logs" / "prefect.log").is_file()
     assert "no services are up" in CliRunner().invoke(app, ["down", "--runs-dir", str(runs)]).output
+
+
+# As Prefect's: it begins the next run when one has ended, and kills what runs when it is stopped.
+WORKER = """
+import signal, subprocess, sys
+def stop(*_):
+    run.kill()
+    sys.exit()
+signal.signal(signal.SIGTERM, stop)
+for number in range(100):
+    run = subprocess.Popen([sys.executable, "run.py", str(number)])
+    run.wait()
+"""
+FLOW_RUN = """
+import pathlib, signal, sys, time
+def end(*_):
+    time.sleep(1)
+    pathlib.Path(f"{sys.argv[1]}.saved").touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+pathlib.Path(f"{sys.argv[1]}.begun").touch()
+time.sleep(600)
+"""
+
+
+def test_what_the_worker_runs_ends_in_good_order_and_nothing_is_begun_meanwhile(runs, started):
+    (runs / "worker.py").write_text(WORKER)
+    (runs / "run.py").write_text(FLOW_RUN)
+    up = started(
+        [Program("worker", [sys.executable, str(runs / "worker.py")], 90)],
+        [Service("prefect", "http://127.0.0.1:1/api"), Service("worker", "pool")],
+    )
+    until(lambda: (runs / "0.begun").exists())
+    up.stop(lambda _: None)
+    assert (runs / "0.saved").exists()
+    assert not (runs / "1.begun").exists()
+    assert up.processes() == []
 
 
 def test_runs_do_not_begin_on_services_that_are_not_healthy(runs, started):
