@@ -14,6 +14,7 @@ from fp8rl.runs import Run, all_runs
 from fp8rl.services.config import UpConfig, UpError, load_config
 from fp8rl.services.plan import public
 from fp8rl.services.up import Up, bring_up, find_up, one_at_a_time
+from fp8rl.sweep.plan import sweeps_at_work
 
 CONFIG = Path("infra/up.yaml")
 _COLOURS = {"healthy": "green", "starting": "yellow"}
@@ -91,11 +92,14 @@ def down(
             say(f"no services are up for {runs}")
             return
         running = [run for run in all_runs(runs) if not run.state().is_over]
-        if running and not force:
+        sweeps = sweeps_at_work(runs)
+        if (running or sweeps) and not force:
+            runs_said = f"training runs are at work: {', '.join(map(_describe, running))}"
+            sweeps_said = f"sweeps are at work: {', '.join(sweeps)}"
+            said = [text for text, some in ((runs_said, running), (sweeps_said, sweeps)) if some]
             raise UpError(
-                f"training runs are at work: {', '.join(map(_describe, running))}. Wait for them, or "
-                "cancel them (in the Prefect UI, or Ctrl-C where they were started), or "
-                "`fp8rl down --force`: they are ended, and can be resumed"
+                f"{'; '.join(said)}. Wait for them, or cancel them (in the Prefect UI, or Ctrl-C where "
+                "they were started), or `fp8rl down --force`: they are ended, and can be carried on"
             )
         own = [service.name for service in there.services if service.own]
         others = [service.name for service in there.services if not service.own]
@@ -109,6 +113,8 @@ def down(
             if state.is_over:
                 text = f"{state.state}; to carry on: {run.resume_command()}"
             say(f"run {run.name}: {text}")
+        for name in sweeps:
+            say(f"sweep {name}: to carry on: Retry of its run, or `fp8rl sweep` with its file")
 
 
 def configured() -> dict[str, tuple[str, str]]:

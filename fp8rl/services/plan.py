@@ -10,15 +10,13 @@ from typing import Any
 from fp8rl import turns
 from fp8rl.services import databases
 from fp8rl.services.config import UpConfig
+from fp8rl.services.program import SERVICE, alone
 from fp8rl.services.supervisor import Program
 
 POOL = "fp8rl"
 # Training runs wait for each other in this queue of the pool; flows that only start others do not.
 DEVICE_QUEUE = "devices"
 RAY_OBJECT_STORE_BYTES = 200 * 2**20
-# In the environment of everything that an `up` starts, and of nothing else.
-MARKER = "FP8RL_UP"
-
 
 # The order in which they start; they stop in the opposite one.
 _PRIORITY = {"prefect": 10, "mlflow": 20, "ray": 30, "worker": 90}
@@ -90,7 +88,8 @@ def make_plan(
             services.append(Service(name, *_named(yours[name])))
             return
         services.append(Service(name, url))
-        programs.append(Program(name, command, _PRIORITY[name], environment=own_environment))
+        own = {**own_environment, SERVICE: name}
+        programs.append(Program(name, alone(command), _PRIORITY[name], environment=own))
 
     home = folder / "prefect"
     of_prefect = {

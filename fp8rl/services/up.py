@@ -26,8 +26,9 @@ from fp8rl.files import write_atomic
 from fp8rl.lock import is_alive, process_start
 from fp8rl.services import databases, health
 from fp8rl.services.config import UpConfig, UpError
-from fp8rl.services.plan import MARKER, Service, make_plan, public, write_token
+from fp8rl.services.plan import Service, make_plan, public, write_token
 from fp8rl.services.ports import require_free
+from fp8rl.services.program import MARKER
 from fp8rl.services.supervisor import Supervisor, log_of, start, write_config
 
 Say = Callable[[str], None]

@@ -19,6 +19,7 @@ from typing import Any
 
 from fp8rl.files import from_sealed, to_sealed, write_atomic
 from fp8rl.identity import IdentityError
+from fp8rl.lock import read_owner
 from fp8rl.recipe.load import changes
 from fp8rl.recipe.rules import RecipeError
 from fp8rl.recipe.schema import Recipe
@@ -147,6 +148,12 @@ def name_of_flow(runs: Path, flow_run: str) -> str | None:
         if values is not None and values["flow_run"] == flow_run:
             return path.parent.name
     return None
+
+
+def sweeps_at_work(runs: Path) -> list[str]:
+    """Names of the sweeps that a process works on now, also where no child of theirs does."""
+    owners = {path.parent.name: read_owner(path.parent) for path in (runs / SWEEPS).glob(f"*/{PLAN}")}
+    return [name for name, owner in owners.items() if owner is not None and owner.is_alive()]
 
 
 def params_of(values: dict[str, Any]) -> dict[str, str]:

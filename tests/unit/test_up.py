@@ -18,13 +18,15 @@ from flows.cli import app
 from flows.cli_up import require_word
 from flows.environment import set_environment
 from fp8rl import turns
-from fp8rl.lock import process_start
+from fp8rl.lock import RunLock, process_start
 from fp8rl.services.config import UpConfig, UpError, load_config
 from fp8rl.services.databases import require_reachable
-from fp8rl.services.plan import MARKER, Service, make_plan, public
+from fp8rl.services.plan import Service, make_plan, public
 from fp8rl.services.ports import is_free, require_free, unused
+from fp8rl.services.program import MARKER, SERVICE, alone
 from fp8rl.services.supervisor import Program, start, write_config
 from fp8rl.services.up import Up, find_up, one_at_a_time, services_to_use, state_folder
+from fp8rl.sweep.plan import PLAN, sweep_folder, sweeps_at_work
 
 SECRET = "postgresql://me:hunter2@127.0.0.1:1"
 HEALTHY = """
@@ -279,6 +281,21 @@ def test_what_the_worker_runs_ends_in_good_order_and_nothing_is_begun_meanwhile(
     assert up.processes() == []
 
 
+def test_a_server_that_is_killed_starts_again_though_its_own_processes_hold_the_port(runs, started):
+    program, service = answering(runs)
+    (runs / "parent.py").write_text("import subprocess, sys; subprocess.run(sys.argv[1:])")
+    command = alone([sys.executable, str(runs / "parent.py"), *program.command])
+    up = started([Program("prefect", command, 10, environment={SERVICE: "prefect"})], [service])
+    up.wait_until(["prefect"], 60, lambda _: None)
+    parent, left = psutil.Process(up.supervisor_pid).children(recursive=True)
+    parent.kill()
+    until(lambda: up.supervisor.pid_of("prefect") not in (None, parent.pid))
+    up.wait_until(["prefect"], 60, lambda _: None)
+    until(lambda: not left.is_running())
+    up.wait_until(["prefect"], 60, lambda _: None)
+    assert len(psutil.Process(up.supervisor_pid).children(recursive=True)) == 2
+
+
 def test_runs_do_not_begin_on_services_that_are_not_healthy(runs, started):
     (port,) = unused(1)
     deaf = Program(
@@ -323,6 +340,24 @@ def test_a_damaged_record_is_named(runs):
     (state_folder(runs) / "up.json").write_text("{")
     with pytest.raises(UpError, match=r"up\.json is damaged"):
         find_up(runs)
+
+
+def test_a_sweep_between_two_children_is_at_work(runs, started):
+    program, service = answering(runs)
+    up = started([program], [service])
+    folder = sweep_folder(runs, "nightly")
+    folder.mkdir(parents=True)
+    (folder / PLAN).touch()
+    lock = RunLock(folder)
+    refused = CliRunner().invoke(app, ["down", "--runs-dir", str(runs)])
+    assert refused.exit_code == 2
+    assert "sweeps are at work: nightly" in refused.output
+    assert up.is_alive()
+    done = CliRunner().invoke(app, ["down", "--force", "--runs-dir", str(runs)])
+    assert done.exit_code == 0
+    assert "sweep nightly: to carry on: Retry" in done.output
+    lock.release()
+    assert sweeps_at_work(runs) == []
 
 
 def test_two_at_once_are_kept_apart(runs):
