@@ -9,6 +9,7 @@ from prefect.artifacts import acreate_markdown_artifact
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
+from flows.asked import OptionalText
 from flows.environment import set_quiet
 from flows.showing import artifact_key
 from fp8rl import progress
@@ -29,7 +30,7 @@ def _flow_run_name() -> str:
 async def compare(
     experiment: str | None = None,
     runs: tuple[str, ...] = (),
-    runs_dir: str = "runs",
+    runs_dir: OptionalText = None,
     reference: str | None = None,
     margin: float = DEFAULT_MARGIN,
     allow_different: tuple[str, ...] = (),
@@ -41,7 +42,7 @@ async def compare(
     Raises ComparisonError, NoRunError, IdentityError or JournalError where runs cannot be compared.
     """
     set_quiet()  # a worker starts this flow without the command
-    place = Path(runs_dir).resolve()
+    place = Path(runs_dir or "runs").resolve()
     request = Request(place, experiment, tuple(runs), reference, margin, tuple(allow_different))
     comparison = make(request)
     page = make_page(comparison)

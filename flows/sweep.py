@@ -4,6 +4,7 @@ The same flow begins a sweep, carries one on, and is what a retry in the Prefect
 that are over are taken as they are, and the others are begun or carried on.
 """
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled
 
+from flows.asked import OptionalText, Overrides
 from flows.environment import set_quiet
 from flows.sweep_children import (
     DeploymentRuns,
@@ -39,17 +41,22 @@ def _flow_run_name() -> str:
 
 
 @flow(name="sweep", flow_run_name=_flow_run_name)
-async def sweep(file: str, overrides: list[str] | None = None) -> Any:
+async def sweep(file: str, overrides: Overrides = None, runs_dir: OptionalText = None) -> Any:
     """Trains the children of the sweep in `file`; returns what became of them.
 
-    overrides: values of the sweep file to change, "seeds=[0]". A sweep that ran out of its budget, or
-    whose children were cancelled, ends as Cancelled; a start or Retry goes on with it. Raises
-    RecipeError, SweepChangedError, RunExistsError or LockedError before anything starts, and
-    SweepFailedError at the end where children failed.
+    A sweep that ran out of its budget, or whose children were cancelled, ends as Cancelled; a start or
+    Retry goes on with it. Raises RecipeError, SweepChangedError, RunExistsError or LockedError before
+    anything starts, and SweepFailedError at the end where children failed.
+
+    Args:
+        file: The sweep file, by its path from the folder that was deployed.
+        overrides: Values of it to change, each as key=value: seeds=[0], budget.iterations=20.
+        runs_dir: Where runs are kept. Empty: where the sweep file says.
     """
     set_quiet()  # a worker starts this flow without the command
     flow_run_id = str(flow_run.get_id())
-    loaded, draft = checked_sweep(Path(file), overrides or [], flow_run_id)
+    place = [f"runs_dir={json.dumps(runs_dir)}"] if runs_dir else []
+    loaded, draft = checked_sweep(Path(file), [*place, *(overrides or [])], flow_run_id)
     if is_deployed := deployment.get_id() is not None:
         await require_deployment()
     remove_unborn(draft.runs)
