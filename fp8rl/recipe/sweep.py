@@ -122,7 +122,7 @@ class Sweep(Section):
     """list: [{recipe key: value, ...}, ...]."""
     optuna: Optuna | None = None
     overrides: dict[str, Any] = Field(default_factory=dict)
-    """{recipe key: value} for all children."""
+    """{recipe key: value} for all children. {name} in tracking.experiment is the sweep's name."""
     stop_when: tuple[str, ...] = ()
     """Rules of the children's guard that stop a child when they fire: what a rule watches ("mismatch"),
     or its name ("mismatch > 1.05")."""

@@ -21,6 +21,7 @@ from fp8rl.recipe.sweep import Method, Sweep, sweep_problems
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _LONGEST = 100  # of a run's name
+_EXPERIMENT = "tracking.experiment"
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def load_sweep(
     sweep = validated(values, Sweep, origins, path)
     name = sweep.name.replace("{date}", f"{today or date.today():%Y%m%d}")
     check_name(name)
-    sweep = sweep.model_copy(update={"name": name})
+    sweep = sweep.model_copy(update={"name": name, "overrides": _named_experiment(sweep, name)})
     if problems := list(sweep_problems(sweep)):
         raise RecipeError(f"{path}: " + "\n".join(problems))
     children, faults = [], []
@@ -98,6 +99,15 @@ def load_sweep(
     loaded = LoadedSweep(sweep, path, tuple(_named(sweep, children)))
     _refuse(path, _alike(loaded.children))
     return loaded
+
+
+def _named_experiment(sweep: Sweep, name: str) -> dict[str, Any]:
+    """The overrides, with the sweep's name in that of the experiment: a night's runs are compared with
+    each other, and not with those of the nights before."""
+    experiment = sweep.overrides.get(_EXPERIMENT)
+    if not isinstance(experiment, str):
+        return sweep.overrides
+    return {**sweep.overrides, _EXPERIMENT: experiment.replace("{name}", name)}
 
 
 def require_children_runnable(

@@ -107,6 +107,17 @@ def test_date_in_the_name_is_the_day(tmp_path):
     assert child.name == "nightly-20260131-bf16-s0"
 
 
+def test_experiment_may_have_the_sweeps_name_also_where_that_is_of_another_day(tmp_path):
+    path = write(
+        tmp_path, name="nightly-{date}", overrides={"tracking.experiment": "{name}", "iterations": 4}
+    )
+    (child,) = load_sweep(path, today=date(2026, 1, 31)).children
+    assert child.recipe.tracking.experiment == "nightly-20260131"
+    # As a retry on the next day says it.
+    (child,) = load_sweep(path, ["name=nightly-20260131"], today=date(2026, 2, 1)).children
+    assert child.recipe.tracking.experiment == "nightly-20260131"
+
+
 def test_stop_when_has_the_childrens_guard_stop_them(tmp_path):
     for rule in ("kl", "kl > 0.1"):
         (child,) = load_sweep(write(tmp_path, stop_when=[rule])).children
