@@ -1,5 +1,6 @@
 """`fp8rl up` on ports and a runs folder of its own, and its Prefect server's API as the UI calls it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -149,8 +150,6 @@ class Services:
 
     def table(self, key: str) -> list[dict[str, str]]:
         """The rows of the newest table artifact `key`; empty where there is none yet."""
-        import json
-
         body = {"artifacts": {"key": {"any_": [key]}}, "sort": "CREATED_DESC", "limit": 1}
         found = self.call("POST", "/artifacts/filter", body)
         return json.loads(found[0]["data"]) if found else []
@@ -159,7 +158,9 @@ class Services:
 
     def flow_process(self, run: str) -> psutil.Process:
         """The process of the flow run; what it started came later."""
-        found = [p for p in self._processes() if p.environ().get("PREFECT__FLOW_RUN_ID") == run]
+        up = find_up(self.runs)
+        assert up is not None
+        found = [p for p in up.processes() if _environment_of(p).get("PREFECT__FLOW_RUN_ID") == run]
         return min(found, key=lambda process: process.create_time())
 
     def service_process(self, name: str) -> psutil.Process:
@@ -169,10 +170,6 @@ class Services:
         ours = psutil.Process(up.supervisor_pid).children()
         (found,) = [p for p in ours if name in p.cmdline() and "worker" not in p.cmdline()]
         return found
-
-    def _processes(self) -> list[psutil.Process]:
-        up = find_up(self.runs)
-        return [] if up is None else list(up.processes())
 
 
 @contextmanager
@@ -184,6 +181,13 @@ def services_of(runs: Path, *words: str, **more: Any) -> Iterator[Services]:
         yield found
     finally:
         found.close()
+
+
+def _environment_of(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
 
 
 def listening(port: int) -> set[str]:
