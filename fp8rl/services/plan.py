@@ -108,7 +108,10 @@ def make_plan(
 
     command = ["mlflow", "server", "--host", config.host, "--port", str(config.mlflow_port)]
     # Its jobs, of which nothing here needs any, would be ten more processes.
-    options = ["--workers", "1", "--artifacts-destination", str(runs / "mlartifacts")]
+    artifacts = runs / "mlartifacts"
+    options = ["--workers", "1", "--artifacts-destination", str(artifacts)]
+    # As files, not through the server: runs of the same experiment go on when it is down.
+    options += ["--default-artifact-root", artifacts.as_uri()]
     if config.mlflow_allowed_hosts:
         options += ["--allowed-hosts", ",".join(config.mlflow_allowed_hosts)]
     quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}

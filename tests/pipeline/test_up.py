@@ -10,6 +10,7 @@ import pytest
 from fp8rl.runs import Run
 from fp8rl.services.ports import unused
 from fp8rl.services.up import find_up
+from tests.compare import point_faults
 from tests.services import listening, services_of
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
@@ -90,3 +91,11 @@ def test_runs_wait_for_each_other_and_down_asks_first(services):
     assert find_up(services.runs) is None
     for port in services.ports.values():
         assert listening(port) == set()
+
+    # As it said, and without the services: in the same place of the same experiment.
+    run = Run(services.runs / "second")
+    last = run.journal.iterations()[-1].iteration + 1
+    resumed = services("resume", "second", f"iterations={last}")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert run.state().state == "finished"
+    assert point_faults(run) == ([], [])
