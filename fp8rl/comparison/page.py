@@ -145,7 +145,7 @@ def _figures(comparison: Comparison) -> Section:
             *(spread([run.figures[key] for run in arm.runs], fmt) for arm in comparison.arms),
         )
         for label, key, fmt in ROWS
-        if key not in _ABOVE
+        if key not in _ABOVE and not all(math.isnan(run.figures[key]) for run in comparison.runs)
     ]
     if comparison.reference is not None:
         ratios = [NOTHING if arm.speed is None else f"{arm.speed:.2f}" for arm in comparison.arms]
