@@ -46,6 +46,7 @@ class Services:
         ports = unused(3)
         keys = ("prefect_port", "mlflow_port", "ray_port")
         self.settings = [f"{key}={port}" for key, port in zip(keys, ports, strict=True)]
+        self.settings.append(f"start_timeout_s={END_S}")
         self.ports = dict(zip(keys, ports, strict=True))
         self.api = httpx.Client(base_url=f"http://127.0.0.1:{ports[0]}/api", timeout=60.0, auth=auth)
         kept = {k: v for k, v in os.environ.items() if not k.startswith(_OWN)}
@@ -59,7 +60,7 @@ class Services:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=END_S,
+            timeout=2 * END_S,
         )
 
     @property
