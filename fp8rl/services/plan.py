@@ -98,8 +98,12 @@ def make_plan(
         "PREFECT_SERVER_MEMO_STORE_PATH": str(home / "memo_store.toml"),
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "storage"),
     }
+    # The UI calls the address that it came from, by whatever port or tunnel; links in messages of
+    # automations lead to this one. Prefect's own defaults name port 4200, whichever it listens at.
+    of_ui = {"PREFECT_UI_API_URL": "/api", "PREFECT_UI_URL": f"http://{at}:{config.prefect_port}"}
+    of_ui = {key: value for key, value in of_ui.items() if key not in os.environ}
     command = ["prefect", "server", "start", "--host", config.host, "--port", str(config.prefect_port)]
-    add("prefect", f"http://{at}:{config.prefect_port}/api", python + command, of_prefect)
+    add("prefect", f"http://{at}:{config.prefect_port}/api", python + command, of_prefect | of_ui)
     if "prefect" not in yours:
         environment |= of_prefect
         if (url := databases.prefect_url(config)) is not None:

@@ -58,6 +58,19 @@ def test_by_default_only_this_machine_reaches_it(tmp_path):
     assert ray.environment["RAY_AUTH_MODE"] == "token"  # its ports are open on all addresses
 
 
+def test_prefects_pages_call_the_address_that_they_came_from(tmp_path, monkeypatch):
+    def environment():
+        plan = make_plan(UpConfig(prefect_port=4300), tmp_path, tmp_path / ".up", tmp_path, {})
+        return next(one for one in plan.programs if one.name == "prefect").environment
+
+    for name in ("PREFECT_UI_API_URL", "PREFECT_UI_URL"):
+        monkeypatch.delenv(name, raising=False)
+    assert environment()["PREFECT_UI_API_URL"] == "/api"
+    assert environment()["PREFECT_UI_URL"] == "http://127.0.0.1:4300"
+    monkeypatch.setenv("PREFECT_UI_API_URL", "https://proxy/prefect/api")  # inherited by the server
+    assert "PREFECT_UI_API_URL" not in environment()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
