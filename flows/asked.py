@@ -36,11 +36,11 @@ def recipe_files() -> list[str]:
     return found
 
 
-# A form may send a field that was left empty as null.
-_CHOICES = {"anyOf": [{"type": "string", "enum": recipe_files()}, {"type": "null"}]}
-RecipeFile = Annotated[str | None, WithJsonSchema(_CHOICES)]
-Overrides = list[str] | None
-OptionalText = str | None
+# For the form, a field left empty is "" or []. Of a type that may be null it would show two buttons,
+# "str" and "None", and the field itself only after a click.
+RecipeFile = Annotated[str | None, WithJsonSchema({"type": "string", "enum": ["", *recipe_files()]})]
+Overrides = Annotated[list[str] | None, WithJsonSchema({"type": "array", "items": {"type": "string"}})]
+OptionalText = Annotated[str | None, WithJsonSchema({"type": "string"})]
 
 
 def asked_recipe(

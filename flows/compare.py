@@ -28,22 +28,32 @@ def _flow_run_name() -> str:
 
 @flow(name="compare", flow_run_name=_flow_run_name)
 async def compare(
-    experiment: str | None = None,
+    experiment: OptionalText = "",
     runs: tuple[str, ...] = (),
-    runs_dir: OptionalText = None,
-    reference: str | None = None,
+    runs_dir: OptionalText = "",
+    reference: OptionalText = "",
     margin: float = DEFAULT_MARGIN,
     allow_different: tuple[str, ...] = (),
-    out: str | None = None,
+    out: OptionalText = "",
 ) -> dict[str, Any]:
     """Compares the arms of `experiment` (see docs/compare.md); returns where the page is, and its
     first tables as text, by title.
 
     Raises ComparisonError, NoRunError, IdentityError or JournalError where runs cannot be compared.
+
+    Args:
+        experiment: The recipe key tracking.experiment of the runs. Empty: the only one that there is.
+        runs: Only these runs of it, a name in each item. Empty: all.
+        runs_dir: Where runs are kept. Empty: runs.
+        reference: The arm that the others are compared with. Empty: the one that is BF16 everywhere.
+        margin: So much accuracy, up or down, counts as equal.
+        allow_different: Recipe keys, or sections, in which runs may differ, one in each item.
+        out: Folder of the page. Empty: compare/<experiment> among the runs.
     """
     set_quiet()  # a worker starts this flow without the command
     place = Path(runs_dir or "runs").resolve()
-    request = Request(place, experiment, tuple(runs), reference, margin, tuple(allow_different))
+    wanted, arm = experiment or None, reference or None
+    request = Request(place, wanted, tuple(runs), arm, margin, tuple(allow_different))
     comparison = make(request)
     page = make_page(comparison)
     folder = Path(out).resolve() if out else default_folder(place, comparison.experiment)

@@ -22,15 +22,20 @@ def _flow_run_name() -> str:
     on_crashed=[put_right_after],
     on_cancellation=[put_right_after],
 )
-async def resume(run: str, overrides: Overrides = None, runs_dir: OptionalText = None) -> Any:
+async def resume(
+    run: str,
+    overrides: Overrides = [],  # noqa: B006  never changed
+    runs_dir: OptionalText = "",
+) -> Any:
     """Carries a run on from the step that failed, or that was never reached; returns its summary.
 
     Raises as `train`, and RecipeError for a change that needs a fork.
 
     Args:
         run: Name of the run; `fp8rl runs` lists them.
-        overrides: Values to change that change no number, each as key=value: iterations=80,
-            stop.after_iteration=null. Others need a fork, which `fp8rl resume --fork` makes.
+        overrides: Values to change that change no number, one in each item, as key=value:
+            iterations=80, stop.after_iteration=null. Others need a fork, which `fp8rl resume --fork`
+            makes.
         runs_dir: Where runs are kept. Empty: runs.
     """
     # A retry comes by here again, and changes nothing the second time.

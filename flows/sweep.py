@@ -41,7 +41,11 @@ def _flow_run_name() -> str:
 
 
 @flow(name="sweep", flow_run_name=_flow_run_name)
-async def sweep(file: str, overrides: Overrides = None, runs_dir: OptionalText = None) -> Any:
+async def sweep(
+    file: str,
+    overrides: Overrides = [],  # noqa: B006  never changed
+    runs_dir: OptionalText = "",
+) -> Any:
     """Trains the children of the sweep in `file`; returns what became of them.
 
     A sweep that ran out of its budget, or whose children were cancelled, ends as Cancelled; a start or
@@ -49,8 +53,9 @@ async def sweep(file: str, overrides: Overrides = None, runs_dir: OptionalText =
     anything starts, and SweepFailedError at the end where children failed.
 
     Args:
-        file: The sweep file, by its path from the folder that was deployed.
-        overrides: Values of it to change, each as key=value: seeds=[0], budget.iterations=20.
+        file: The sweep file: its path from the folder that was deployed, or a whole one.
+        overrides: Values of the sweep file to change, one in each item, as key=value: seeds=[0],
+            budget.hours=2.
         runs_dir: Where runs are kept. Empty: where the sweep file says.
     """
     set_quiet()  # a worker starts this flow without the command

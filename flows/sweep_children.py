@@ -156,10 +156,13 @@ class DeploymentRuns:
     async def _ask(self, child: Child) -> FlowRun:
         run = self._plan.run_of(child)
         if run is None:
-            recipe = tagged(child.recipe, self._tags).model_dump(mode="json")
-            parameters: dict[str, Any] = {"recipe": recipe}
+            parameters: dict[str, Any] = {
+                "recipe": tagged(child.recipe, self._tags).model_dump(mode="json")
+            }
         else:
-            parameters = {"recipe": {"runs_dir": str(self._plan.runs)}, "resume": child.name}
+            parameters = {"resume": child.name}
+        # Said here too, since the deployment may have another folder for runs that name none.
+        parameters["runs_dir"] = str(self._plan.runs)
         key = f"{self._plan.id}/{child.name}/{len(run.attempts()) if run else 0}"
         asked = time.time()
         while True:

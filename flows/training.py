@@ -67,10 +67,10 @@ def _flow_run_name() -> str:
     on_cancellation=[put_right_after],
 )
 async def train(
-    recipe_file: RecipeFile = None,
-    overrides: Overrides = None,
-    runs_dir: OptionalText = None,
-    resume: OptionalText = None,
+    recipe_file: RecipeFile = "",
+    overrides: Overrides = [],  # noqa: B006  never changed
+    runs_dir: OptionalText = "",
+    resume: OptionalText = "",
     recipe: Recipe = Recipe(),  # noqa: B008  a frozen model
 ) -> Any:
     """Trains a recipe from its first iteration to its last; returns the run's summary.
@@ -82,14 +82,15 @@ async def train(
     Args:
         recipe_file: The recipe to train. One of yours, put under configs/, is among these after the
             next `fp8rl up`.
-        overrides: Values to change, each as key=value: iterations=10, name=my-run, learner.lr=2e-4. The
-            keys are those of the whole recipe below.
+        overrides: Values to change, one in each item, as key=value: iterations=10, name=my-run,
+            learner.lr=2e-4. The keys are those of the whole recipe below.
         runs_dir: Where runs are kept. Empty: where the recipe says.
         resume: Name of a run to carry on with, by its own recipe, instead of a new one. The deployment
             `resume` asks for less.
-        recipe: The whole recipe, instead of a file. With a recipe file, leave it as it is.
+        recipe: The whole recipe, instead of a file. With a recipe file, leave it as it is; Submit is at
+            the end of the page.
     """
-    if resume is not None:
+    if resume:
         place = asked_runs({"runs_dir": runs_dir, "resume": resume, "recipe": recipe})
         return await train_run(Recipe(runs_dir=str(place)), resume)
     return await train_run(asked_recipe(recipe_file, overrides, runs_dir, recipe), None)

@@ -118,8 +118,8 @@ class Services:
 
     def train(self, name: str, *more: str) -> str:
         """Has the deployment `train` run, as its form does; the flow run's id."""
-        recipe = {"recipe_file": "configs/tiny/bf16.yaml", "resume": None}
-        return self.run("train/train", overrides=[*SMALL, f"name={name}", *more], **recipe)
+        overrides = [*SMALL, f"name={name}", *more]
+        return self.run("train/train", recipe_file="configs/tiny/bf16.yaml", overrides=overrides)
 
     def flow_run(self, run: str) -> dict[str, Any]:
         found: dict[str, Any] = self.call("GET", f"/flow_runs/{run}")

@@ -15,7 +15,12 @@ class Section(BaseModel):
     """Base of all parts of a recipe."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        # Prefect's form shows titles: the key as an override names it.
+        field_title_generator=lambda key, _: key,
     )
 
 

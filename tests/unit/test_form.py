@@ -8,8 +8,10 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import ValidationError, validate
 
 from flows.asked import asked_name, asked_recipe, asked_runs, recipe_files
+from flows.compare import compare
 from flows.deploying import deployment_names
 from flows.resuming import resume
+from flows.sweep import sweep
 from flows.training import train
 from fp8rl.recipe.load import load_recipe
 from fp8rl.recipe.rules import RecipeError
@@ -40,15 +42,26 @@ def test_few_fields_come_first_and_the_whole_recipe_last(form):
     asked = parameter_schema(resume.fn).model_dump()
     assert list(asked["properties"]) == ["run", "overrides", "runs_dir"]
     assert asked["required"] == ["run"]
-    for one in (form, asked):
-        for name, field in one["properties"].items():
-            assert field["description"].strip(), name
+
+
+@pytest.mark.parametrize("flow", [train, resume, sweep, compare], ids=lambda flow: flow.name)
+def test_every_field_is_told_and_takes_its_value_without_a_choice_of_types(flow):
+    for name, field in parameter_schema(flow.fn).model_dump()["properties"].items():
+        assert field["description"].strip(), name
+        assert "anyOf" not in field, name  # Prefect shows "str" and "None" there, and no field
+
+
+def test_the_title_of_a_value_is_the_key_that_changes_it(form):
+    found = fields(form)
+    assert found["Precision.kv_cache"]["title"] == "kv_cache"
+    assert {name.partition(".")[2]: field.get("title") for name, field in found.items()} == {
+        key: key for key in (name.partition(".")[2] for name in found)
+    }
 
 
 def test_recipe_files_are_choices_and_load(form):
-    choices, empty = form["properties"]["recipe_file"]["anyOf"]
-    assert empty == {"type": "null"}
-    choices = choices["enum"]
+    empty, *choices = form["properties"]["recipe_file"]["enum"]
+    assert empty == ""
     assert choices == recipe_files()
     assert FP8 in choices
     assert "infra/up.yaml" not in choices
@@ -90,8 +103,8 @@ def test_every_choice_is_a_choice_and_every_bound_is_there(form):
     "given",
     [
         {},
-        {"recipe_file": FP8, "overrides": ["iterations=2"], "resume": None},
-        {"recipe_file": None, "recipe": {"iterations": 2}},
+        {"recipe_file": FP8, "overrides": ["iterations=2"], "resume": ""},
+        {"recipe_file": "", "recipe": {"iterations": 2}},
         {"recipe_file": FP8, "recipe": Recipe().model_dump(mode="json")},
     ],
 )
