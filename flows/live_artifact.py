@@ -28,7 +28,8 @@ class LiveArtifact:
             {"this run in MLflow": url} if url else {},
         )
         if self._id is None:
-            self._id = await acreate_markdown_artifact(text, key=self._key, description=context.run)
+            what = f"Run {context.run}: its last iterations, brought up to date after each"
+            self._id = await acreate_markdown_artifact(text, key=self._key, description=what)
             return
         async with get_client() as client:
             await client.update_artifact(artifact_id=self._id, artifact=ArtifactUpdate(data=text))

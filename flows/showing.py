@@ -26,6 +26,11 @@ def artifact_key(*parts: str) -> str:
     return re.sub(r"[^a-z0-9]", "-", "-".join(parts).lower()).strip("-")
 
 
+def short(value: Any) -> str:
+    """`value` as text for a table; a fraction with five digits."""
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
 async def show_guard(context: RunContext, tracker: Tracker, number: int, key: str) -> None:
     """Tells of the firings in iteration `number`, if there are any. key: of the Prefect artifact."""
     found = guard.decision(context.journal, number)

@@ -28,7 +28,7 @@ from flows.live_artifact import LiveArtifact
 from flows.opening import Opened, open_run
 from flows.reap import put_right
 from flows.restart import StartTimes
-from flows.showing import artifact_key, show_evaluation, show_guard, show_kv, show_worst
+from flows.showing import artifact_key, short, show_evaluation, show_guard, show_kv, show_worst
 from flows.stopping import (
     StopInOrder,
     heed_guard,
@@ -175,7 +175,11 @@ async def _train(
     if opened.position.iteration <= recipe.iterations:
         learner = await with_retries(open_engines, context)(context, opened.position.version)
         times.mark("engines")
-    bar = await acreate_progress_artifact(progress=0.0, key=artifact_key(context.run, "progress"))
+    bar = await acreate_progress_artifact(
+        progress=0.0,
+        key=artifact_key(context.run, "progress"),
+        description=f"Run {context.run}: share of its {recipe.iterations} iterations that is done",
+    )
     live = LiveArtifact(context, tracker, artifact_key(context.run, "live"))
     said, slowest = False, slowest_iteration(context)
     for number in range(opened.first_iteration(), recipe.iterations + 1):
@@ -202,9 +206,9 @@ async def _train(
     if recipe.tracking.log_model:
         summary["model_uri"] = await log_final_model(context)
     tracker.put_json("summary.json", summary)
-    rows = [{"what": key, "value": str(value)} for key, value in summary.items()]
+    rows = [{"what": key, "value": short(value)} for key, value in summary.items()]
     await acreate_table_artifact(
-        rows, key=artifact_key(context.run, "summary"), description=context.run
+        rows, key=artifact_key(context.run, "summary"), description=f"Run {context.run}: what it came to"
     )
     return summary
 

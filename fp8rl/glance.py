@@ -70,6 +70,14 @@ def markdown(records: Sequence[StepRecord], total: int, links: dict[str, str], k
     lines = [f"**Iteration {done} of {total}**", ""]
     lines += [f"- {what} `{bars}` {ends}" for what, bars, ends in trends(records)]
     lines += [f"- [{text}]({url})" for text, url in links.items()]
-    lines += ["", f"| {' | '.join(HEADINGS)} |", f"|{' --- |' * len(HEADINGS)}"]
-    lines += [f"| {' | '.join(cells(r.iteration, r.metrics))} |" for r in records[-kept:]]
+    rows = [HEADINGS, *(cells(r.iteration, r.metrics) for r in records[-kept:])]
+    times = len(HEADINGS) - len(STEPS)  # in a table of their own: one of all is wider than the page
+    lines += ["", *_table(row[:times] for row in rows)]
+    lines += ["", *_table((row[0], *row[times:]) for row in rows)]
     return "\n".join(lines)
+
+
+def _table(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table; the first row is the headings."""
+    headings, *others = [f"| {' | '.join(row)} |" for row in rows]
+    return [headings, "|" + " --- |" * (headings.count("|") - 1), *others]

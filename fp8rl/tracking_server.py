@@ -63,8 +63,13 @@ def shown(uri: str) -> str:
 
 
 def page(uri: str, path: str) -> str | None:
-    """The address of a page of MLflow's UI, without a password; None where `uri` is a database's."""
-    return f"{shown(uri).rstrip('/')}/#/{path}" if uri.startswith("http") else None
+    """The address of a page of MLflow's UI, without a password; None where `uri` is a database's.
+
+    With the pages about training around it: those about agents, which MLflow shows otherwise, are empty.
+    """
+    if not uri.startswith("http"):
+        return None
+    return f"{shown(uri).rstrip('/')}/#/{path}?workflowType=machine_learning"
 
 
 # Whether it is there.

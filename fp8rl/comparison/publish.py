@@ -52,8 +52,10 @@ def attach(comparison: Comparison, paths: list[Path]) -> str:
             run = str(client.create_run(experiment, run_name=RUN, tags={TAG: "true"}).info.run_id)
         for path in paths:
             client.log_artifact(run, str(path))
-        tracking_server.push_tags(
-            client, run, {f"{TAG}.runs": ", ".join(r.name for r in comparison.runs)}
-        )
+        tags = {
+            f"{TAG}.runs": ", ".join(r.name for r in comparison.runs),
+            "mlflow.note.content": f"The arms side by side: `{HTML}`, under Artifacts.",
+        }
+        tracking_server.push_tags(client, run, tags)
         client.set_terminated(run)
     return run

@@ -8,6 +8,7 @@ from rich.console import Console
 from flows.watching import watch
 from fp8rl.glance import HEADINGS, cells, markdown, sparkline, trends
 from fp8rl.journal import StepRecord
+from fp8rl.report import STEPS
 from tests.folders import make_run
 
 
@@ -49,9 +50,12 @@ def test_the_markdown_is_a_table_of_the_last_iterations_with_links():
     lines = text.splitlines()
     assert lines[0] == "**Iteration 19 of 30**"
     assert "- [MLflow](http://x/#/y)" in lines
-    rows = [line for line in lines if line.startswith("|")]
-    assert [row.split("|")[1].strip() for row in rows[2:]] == [str(n) for n in range(12, 20)]
-    assert {row.count("|") for row in rows} == {len(HEADINGS) + 1}
+    results, times = (part.splitlines() for part in text.split("\n\n")[2:])
+    for table in (results, times):
+        assert [row.split("|")[1].strip() for row in table[2:]] == [str(n) for n in range(12, 20)]
+        assert len({row.count("|") for row in table}) == 1
+    cells = [cell.strip() for table in (results, times) for cell in table[0].split("|")[1:-1]]
+    assert cells == [*HEADINGS[: len(HEADINGS) - len(STEPS)], "iteration", *HEADINGS[-len(STEPS) :]]
     assert "Iteration 0 of 30" in markdown([], 30, {})
 
 
