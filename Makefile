@@ -18,7 +18,7 @@ test: setup  ## all that fits: unit, contract and pipeline tests
 	$(BIN)/pytest tests/pipeline -n 2 --dist loadfile -m "not slow and not kill"
 	$(BIN)/pytest tests/ui -m "not slow and not ui"
 
-test-ui: setup  ## Retry pressed in a browser; needs playwright and Chromium
+test-ui: setup  ## Prefect's and MLflow's pages in a browser; needs playwright and Chromium
 	$(BIN)/pytest -m ui
 
 test-slow: setup  ## the rest: the whole learning run, both arms, minutes long

@@ -207,9 +207,8 @@ async def _train(
         summary["model_uri"] = await log_final_model(context)
     tracker.put_json("summary.json", summary)
     rows = [{"what": key, "value": short(value)} for key, value in summary.items()]
-    await acreate_table_artifact(
-        rows, key=artifact_key(context.run, "summary"), description=f"Run {context.run}: what it came to"
-    )
+    text = f"Run {context.run}: what it came to"
+    await acreate_table_artifact(rows, key=artifact_key(context.run, "summary"), description=text)
     return summary
 
 

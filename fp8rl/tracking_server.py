@@ -65,7 +65,7 @@ def shown(uri: str) -> str:
 def page(uri: str, path: str) -> str | None:
     """The address of a page of MLflow's UI, without a password; None where `uri` is a database's.
 
-    With the pages about training around it: those about agents, which MLflow shows otherwise, are empty.
+    With the pages about training around it: those about agents, MLflow's default, are empty.
     """
     if not uri.startswith("http"):
         return None

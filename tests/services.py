@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,10 @@ class Services:
         found: dict[str, Any] = self.until(f"the end of flow run {run}", ended)
         return found
 
+    def completes(self, run: str) -> None:
+        """Waits for the flow run's end; fails where that is another than Completed."""
+        assert self.end_of(run)["type"] == "COMPLETED"
+
     def retry(self, run: str) -> None:
         """Retry, as the UI's button posts it."""
         state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"}
@@ -163,6 +167,21 @@ class Services:
         assert up is not None
         found = [p for p in up.processes() if _environment_of(p).get("PREFECT__FLOW_RUN_ID") == run]
         return min(found, key=lambda process: process.create_time())
+
+    def at_work(self, run: str) -> set[str]:
+        """Which processes of the flow run there are: its own, and its actors on the standing Ray, where
+        no other run is at work.
+        """
+        up = find_up(self.runs)
+        assert up is not None
+        found = set()
+        for process in up.processes():
+            with suppress(psutil.NoSuchProcess):
+                title = (process.cmdline() or [""])[0]
+                found |= {kind for kind in ("EngineActor", "LearnerActor") if kind in title}
+            if _environment_of(process).get("PREFECT__FLOW_RUN_ID") == run:
+                found.add("flow run")
+        return found
 
     def service_process(self, name: str) -> psutil.Process:
         """What supervisord started for the service `name`."""

@@ -19,6 +19,7 @@ from fp8rl.recipe.load import load_recipe
 from fp8rl.runs import Run, State
 from fp8rl.tracking import RUN_ID_TAG, tracking_uri
 from tests.arms import SHORT
+from tests.ui.browser import page, pictures  # noqa: F401  fixtures
 
 ROOT = Path(__file__).parents[2]
 # The recipe of the pipeline tests, whose run is the reference; these keys change no number.

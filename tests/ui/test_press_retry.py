@@ -1,12 +1,6 @@
-"""Retry, pressed in a browser. Needs the extra `ui` (playwright) and a Chromium; FP8RL_CHROMIUM names
-one that is not in the PATH. FP8RL_SCREENSHOTS names a folder for the pictures of the docs.
-"""
+"""Retry, pressed in a browser."""
 
-import importlib.util
-import os
 import re
-import shutil
-from pathlib import Path
 
 import pytest
 
@@ -14,32 +8,8 @@ from tests.ui.conftest import END_S, Trained
 
 pytestmark = pytest.mark.ui
 
-CHROMIUM = os.environ.get("FP8RL_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 # By class, not by text: a state may have a name of its own.
 ENDED = re.compile("state--(completed|failed|crashed|cancelled)")
-
-
-@pytest.fixture(scope="session")  # as the server, so that a skip comes before its start
-def page():
-    if importlib.util.find_spec("playwright") is None:
-        pytest.skip("playwright is not installed: .venv/bin/pip install playwright")
-    if CHROMIUM is None:
-        pytest.skip("no chromium or google-chrome in the PATH: install one, or set FP8RL_CHROMIUM")
-    from playwright.sync_api import sync_playwright
-
-    # In a container there is neither a sandbox nor a graphics card, and little shared memory.
-    options = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
-        page = browser.new_page(viewport={"width": 1440, "height": 1300})
-        page.set_default_timeout(60_000)
-        yield page
-        browser.close()
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    return Path(os.environ.get("FP8RL_SCREENSHOTS") or tmp_path_factory.mktemp("pictures"))
 
 
 def test_retry_pressed_on_the_page_of_a_failed_run(page, prefect, runs_dir, pictures):

@@ -23,7 +23,7 @@ from fp8rl.journal import StepRecord
 from fp8rl.recipe.load import flatten
 from fp8rl.recipe.schema import Recipe, Tracking
 from fp8rl.tracking import Tracker, TrackingError
-from fp8rl.tracking_server import Server, shown
+from fp8rl.tracking_server import Server, page, shown
 
 ROOT = Path(__file__).parents[2]
 T0 = 1_700_000_000_000
@@ -820,3 +820,10 @@ def test_resumed_and_rebuilt_over_http(tmp_path, server, remote):
     commit(tmp_path, 1, **{f"m/{n}": 0.1 * n for n in range(1100)})
     assert resumed.flush()
     assert len(only_run(resumed).data.metrics) == len(records_of(tmp_path)[-1].metrics) + 1
+
+
+def test_the_address_of_a_page_is_among_those_about_training_and_has_no_password():
+    address = page("http://me:secret@mlflow:5000/", "experiments/1/runs/abc")
+    assert address.endswith("@mlflow:5000/#/experiments/1/runs/abc?workflowType=machine_learning")
+    assert "secret" not in address
+    assert page("sqlite:///runs/mlflow.db", "experiments/1") is None
