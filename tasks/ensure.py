@@ -21,7 +21,7 @@ from fp8rl.recipe.schema import Device
 from fp8rl.sync.errors import SyncError
 from fp8rl.sync.probe import Scores, scores_digest
 from tasks.causes import first_line
-from tasks.inputs import has_fp8_kv, in_bf16, masters_digest
+from tasks.inputs import has_fp8_kv, in_bf16, kv_scales_of, masters_digest
 from tasks.ray_runtime import (
     ENGINE,
     LEARNER,
@@ -191,7 +191,7 @@ async def _give(
         status["kv_version"] = None
         given = True
     if scales and has_fp8_kv(context, version) and status["kv_version"] != version:
-        content = context.journal.read_file(version, "recalibrate_kv", "kv_scales.json").decode()
+        content = kv_scales_of(context, version)
         await wait(actor.apply_kv_scales.remote(content))
         given = True
     return given

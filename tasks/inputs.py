@@ -20,6 +20,21 @@ def has_fp8_kv(context: RunContext, version: int) -> bool:
     return fp8 and not in_bf16(context, version)
 
 
+def kv_scales_of(context: RunContext, version: int) -> str | None:
+    """The KV scales (JSON) of weight `version`; None where the rollout under it has a BF16 cache."""
+    if not has_fp8_kv(context, version):
+        return None
+    return context.journal.read_file(version, "recalibrate_kv", "kv_scales.json").decode()
+
+
+def kv_scales_inputs(context: RunContext, version: int) -> dict[str, Any]:
+    """The KV scales of `version`, for steps that use them; nothing with a BF16 cache."""
+    if not has_fp8_kv(context, version):
+        return {}
+    record = context.journal.record(version, "recalibrate_kv")
+    return {"kv_scales": record.digest_of("kv_scales.json")}
+
+
 def masters_digest(context: RunContext, version: int) -> str:
     """Digest of the learner's weights `version`: as recorded by the train step that made them, or by
     what came before the first one."""
@@ -29,14 +44,11 @@ def masters_digest(context: RunContext, version: int) -> str:
 
 def weights_inputs(context: RunContext, version: int) -> dict[str, Any]:
     """The published weights and KV scales of `version`, for steps that sample with them."""
-    journal = context.journal
-    inputs = {
+    return {
         "weight_version": version,
-        "weights": journal.record(version, "requantize").output["digest"],
+        "weights": context.journal.record(version, "requantize").output["digest"],
+        **kv_scales_inputs(context, version),
     }
-    if has_fp8_kv(context, version):
-        inputs["kv_scales"] = journal.record(version, "recalibrate_kv").digest_of("kv_scales.json")
-    return inputs
 
 
 def prompts_digest(context: RunContext, split: str) -> str:

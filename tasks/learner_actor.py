@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8rl.context import RunContext
-from tasks.inputs import probe_sequences_of
+from fp8rl.recipe.precision import Linear
+from tasks.inputs import kv_scales_of, probe_sequences_of
 
 if TYPE_CHECKING:
     from fp8rl.learner.learner import Learner
@@ -105,6 +106,8 @@ class LearnerActor:
             rollouts["logprobs"],
             recipe.correction.invalid,
         )
+        if recipe.precision.learner_kv is Linear.FP8:
+            self.use_kv_scales(version, kv_scales_of(context, version))
         prior = self.learner.prior_logprobs(batch, version=version, micro_batch=micro_batch)
         kl_reward = self.learner.objective.kl_reward(batch, prior)
         signal = learning_signal(rollouts, rewards, recipe, kl_reward)
@@ -167,6 +170,13 @@ class LearnerActor:
             raise SyncError(f"the learner did not begin to send weight version {version}")
         faults.point(f"learner:send:{version}:{bucket}")
         return self._transport.send(self._sender.payload(bucket))
+
+    def use_kv_scales(self, version: int, scales: str | None) -> None:
+        """scales: JSON; None where the KV cache of weight `version` is BF16. See
+        `Learner.use_kv_scales`."""
+        from fp8rl.model.kv_scales import KvScales
+
+        self.learner.use_kv_scales(version, None if scales is None else KvScales.from_json(scales))
 
     def score_probe(self, context: RunContext, version: int) -> list[list[float]]:
         """Log-probs of the probe's tokens; see `Learner.score`."""

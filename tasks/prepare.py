@@ -15,6 +15,7 @@ from fp8rl.data.fingerprint import left_out, read_digests, source_digests
 from fp8rl.device import compute_environment
 from fp8rl.files import copy_atomic, file_sha256, fsync_file, sha256
 from fp8rl.journal import MODEL_FILE
+from fp8rl.model.source import warm_start_file
 from fp8rl.recipe.data import all_sources
 from fp8rl.recipe.rules import RecipeError
 from tasks.ensure import engine_context, engine_for, ensure_learner
@@ -117,8 +118,8 @@ def _folder_digest(folder: Path) -> str:
 
 async def _warm_start(context: RunContext) -> None:
     recipe = context.recipe
-    cache = context.folder.parent / ".cache" / "warm_start"
-    weights = cache / f"{recipe.warm_start_digest()}.safetensors"
+    weights = warm_start_file(recipe, context.folder.parent)
+    cache = weights.parent
     if weights.is_file():
         progress.emit(progress.Event("phase", "warm start (cached)", done=1, total=1))
     else:

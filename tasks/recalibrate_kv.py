@@ -32,6 +32,7 @@ async def recalibrate_kv(
     learner = await ensure_learner(context, iteration)
     engine = await ensure_engine(context, iteration, scales=False)
     if not has_fp8_kv(context, iteration):
+        await wait(learner.use_kv_scales.remote(iteration, None))
         probed, metrics = await probe_engine(context, learner, engine, iteration)
         return {}, {"output": {"needed": False, **probed}, "metrics": metrics}
     content: str
@@ -40,6 +41,7 @@ async def recalibrate_kv(
     else:
         content = await wait(learner.calibrate_kv.remote(context, iteration))
     used = await wait(engine.apply_kv_scales.remote(content))
+    await wait(learner.use_kv_scales.remote(iteration, content))
     probed, metrics = await probe_engine(context, learner, engine, iteration)
     scales = KvScales.from_json(content)
     return {"kv_scales.json": content.encode()}, {

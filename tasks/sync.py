@@ -57,7 +57,7 @@ async def probe_engine(
     if not probe.is_probed(context.recipe, version, context.origin):
         return {}, {}
     ours, theirs = engine.score_probe.remote(version), learner.score_probe.remote(context, version)
-    limit = probe.limit_of(context.recipe)
+    limit = probe.limit_of(context.recipe, rollout_bf16=in_bf16(context, version))
     found = probe.compare(await wait(ours), await wait(theirs), limit=limit, version=version)
     output = {"digest": found.digest, "tokens": found.tokens, "limit": limit}
     return {"probe": output}, found.metrics

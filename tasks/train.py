@@ -5,18 +5,22 @@ from typing import Any
 from prefect.logging import get_run_logger
 
 from fp8rl.context import RunContext
+from fp8rl.recipe.precision import Linear
 from tasks.ensure import ensure_learner
-from tasks.inputs import file_digest, masters_digest
+from tasks.inputs import file_digest, kv_scales_inputs, masters_digest
 from tasks.ray_runtime import wait
 from tasks.step import ran_out_of_memory, step
 
 
 def _inputs(context: RunContext, iteration: int) -> dict[str, Any]:
+    version = iteration - 1
+    rounds_kv = context.recipe.precision.learner_kv is Linear.FP8
     return {
-        "weight_version": iteration - 1,
-        "weights": masters_digest(context, iteration - 1),
+        "weight_version": version,
+        "weights": masters_digest(context, version),
         "rollouts": file_digest(context, iteration, "rollout", "rollouts.parquet"),
         "rewards": file_digest(context, iteration, "reward", "rewards.parquet"),
+        **(kv_scales_inputs(context, version) if rounds_kv else {}),
     }
 
 

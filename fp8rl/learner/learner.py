@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from fp8rl import faults
@@ -30,6 +29,7 @@ from fp8rl.learner.checkpoint import (
     weights_digest,
 )
 from fp8rl.learner.kl import PriorLogprobs, ReferenceMissingError
+from fp8rl.learner.kv_calibration import calibrate
 from fp8rl.learner.logprobs import batch_logprobs, token_logprobs
 from fp8rl.learner.loss import Denominators
 from fp8rl.learner.objective import PolicyObjective, Tally
@@ -37,14 +37,14 @@ from fp8rl.learner.publishing import published_specs, published_tensors
 from fp8rl.learner.reference import ReferencePolicy
 from fp8rl.learner.update_guard import UpdateGuard
 from fp8rl.model.dims import read_dims
-from fp8rl.model.kv_observer import KvObserver
 from fp8rl.model.kv_scales import KvScales
 from fp8rl.model.manifest import Manifest
 from fp8rl.model.megatron import PolicyModel, read_hf_weights
 from fp8rl.model.precision import Decision, assert_effective, effective_rows, make_plan
 from fp8rl.model.published import write_published
+from fp8rl.model.rounding import ENGINE, MEGATRON
 from fp8rl.recipe.precision import Linear
-from fp8rl.recipe.rules import kv_percentile, learner_fp8, plan_rules, rollout_fp8
+from fp8rl.recipe.rules import learner_fp8, plan_rules, rollout_fp8
 from fp8rl.recipe.schema import Recipe
 
 
@@ -66,7 +66,8 @@ class TrainResult:
 class Learner:
     """Trains the policy of `recipe` whose Hugging Face folder is `model_dir`.
 
-    linear: format of the linears; the recipe's own where None (the warm start always asks for BF16).
+    linear: format of the linears; the recipe's own where None. The warm start always asks for BF16, and
+    then nothing is as the engine has it: no engine has these weights.
     Where `learner.kl` is on, training needs `load_reference` besides.
     """
 
@@ -89,9 +90,13 @@ class Learner:
             self.plan,
             fp8=learner_fp8(precision),
             fp8_backend=backends.fp8_backend,
+            rounding=ENGINE if precision.parity and linear is None else MEGATRON,
+            head=precision.head,
         )
         self.model: PolicyModel = self._build()
         self.version: int | None = None
+        self.kv_version: int | None = None
+        self._rounds_kv = precision.learner_kv is Linear.FP8 and linear is None
         self.objective = PolicyObjective(recipe)
         self._writer = CheckpointWriter()
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -110,6 +115,27 @@ class Learner:
         if self.version != expected:
             held = "no weights" if self.version is None else f"version {self.version}"
             raise VersionError(f"the learner holds {held}; version {expected} was expected")
+
+    def use_kv_scales(self, version: int, scales: KvScales | None) -> None:
+        """Has attention see K and V as the engine's cache of weight `version` holds them; scales: None
+        for a BF16 cache. Does nothing unless the recipe's `precision.learner_kv` is FP8; then
+        log-probs and training need it for each version. Raises KvScalesError where they do not fit.
+        """
+        if not self._rounds_kv:
+            return
+        if scales is not None:
+            scales.require_usable(layers=self.dims.layers, version=version)
+        self.model.set_kv_scales(scales)
+        if self.reference is not None:  # so that what they differ by is not the cache
+            self.reference.model.set_kv_scales(scales)
+        self.kv_version = version
+
+    def _require_kv(self, version: int) -> None:
+        if self._rounds_kv and self.kv_version != version:
+            raise VersionError(
+                f"precision.learner_kv=fp8: the learner has KV scales of version {self.kv_version}, "
+                f"those of version {version} are needed (`use_kv_scales`)"
+            )
 
     def load(self, folder: Path, version: int) -> None:
         """Loads master weights from the safetensors in `folder` as weight `version`."""
@@ -157,6 +183,7 @@ class Learner:
         temperature, micro_batch: the recipe's where None.
         """
         self.require_version(version)
+        self._require_kv(version)
         temperature = self.recipe.rollout.temperature if temperature is None else temperature
         size = micro_batch or self.recipe.learner.micro_batch
         return batch_logprobs(self.model, batch, temperature, size)
@@ -169,6 +196,7 @@ class Learner:
         Raises ReferenceMissingError where `learner.kl` is on and `load_reference` was not called.
         """
         self.require_version(version)
+        self._require_kv(version)
         old = reference = None
         if self.recipe.learner.updates > 1 or self.objective.needs_old_logprobs:
             old = self.logprobs(batch, version=version, micro_batch=micro_batch)
@@ -224,6 +252,7 @@ class Learner:
         norm is not finite and no rule of the guard skips the update.
         """
         self.require_version(version)
+        self._require_kv(version)
         options, objective = self.recipe.learner, self.objective
         lr = options.lr * min(1.0, iteration / (options.warmup_iterations + 1))
         if prior is None:
@@ -371,30 +400,18 @@ class Learner:
         """Digest of the FP32 master weights, by Hugging Face name."""
         return weights_digest(self.model.export())
 
-    @torch.no_grad()
     def calibrate_kv(
         self, batch: Batch, *, version: int, source: str, tokens_available: int | None = None
     ) -> KvScales:
-        """KV scales of weight `version` over the prompt and response tokens of `batch`.
-
-        source, tokens_available: which tokens those are, of how many (None: all); kept with the scales.
-        Raises KvScalesError as `KvObserver.scales`.
-        """
+        """KV scales of weight `version`; see `kv_calibration.calibrate`. Not yet in use: see
+        `use_kv_scales`."""
         self.require_version(version)
-        precision = self.recipe.precision
-        observer = KvObserver(self.dims.layers, kv_percentile(precision))
-        self.model.set_observer(observer)
-        try:
-            for part in batch.split(self.recipe.learner.micro_batch):
-                observer.start_batch(part.valid)
-                self.model(part.tokens)
-        finally:
-            self.model.set_observer(None)
-        observer.merge(data_parallel=parallel_state.get_data_parallel_group())
-        return observer.scales(
-            margin=precision.kv_margin,
+        self.kv_version = None
+        return calibrate(
+            self.model,
+            self.recipe,
+            batch,
             version=version,
             source=source,
-            side="learner",
-            tokens_available=observer.tokens if tokens_available is None else tokens_available,
+            tokens_available=tokens_available,
         )

@@ -3,15 +3,13 @@
 here                  the Megatron call it answers
 --------------------  --------------------------------------------------------------------------
 `init_single_rank`    parallel_state.initialize_model_parallel wants a process group: gloo, one rank
-`CpuRotaryEmbedding`  RotaryEmbedding.get_emb moves inv_freq to torch.cuda.current_device()
-`SdpaAttention`       DotProductAttention.forward makes CUDA masks and forks the CUDA RNG tracker
+`CoreAttention`       DotProductAttention.forward makes CUDA masks and forks the CUDA RNG tracker
 `CPU_CONFIG`          TransformerConfig: CPU initialisation, no fused CUDA or jit kernels
 
 tests/contract/test_megatron.py shows what Megatron-core does without them, and holds the result
 against transformers, so that an upgrade that changes one of these calls fails there.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +17,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fp8rl.model.dims import Llama3Rope
+from fp8rl.model.engine_attention import as_cached, engine_attention
+from fp8rl.model.kv_scales import LayerScales
+from fp8rl.model.rotary import Rotary
+from fp8rl.model.rounding import MEGATRON
 
 # The CPU flash kernel's backward works on blocks much longer than short sequences are: up to this
 # length the plain products are faster, forward and backward together.
@@ -50,40 +50,22 @@ def init_single_rank() -> None:
         parallel_state.initialize_model_parallel()
 
 
-class CpuRotaryEmbedding(RotaryEmbedding):
-    """Megatron's rotary embedding, with its frequencies left where they are."""
-
-    def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """[seq, 1, 1, head_dim] FP32 angles, halves repeated (not interleaved)."""
-        freqs = self.get_freqs_non_repeated(max_seq_len, offset)
-        return torch.cat((freqs, freqs), dim=-1)[:, None, None, :]
-
-
-def llama3_frequencies(inv_freq: Tensor, rope: Llama3Rope) -> Tensor:
-    """FP32 [head_dim / 2]: rotary frequencies as Llama 3.1 stretches them.
-
-    A frequency whose wave is longer than original_max_positions / low_freq_factor is divided by
-    `factor`; one that is shorter than original_max_positions / high_freq_factor stays; in between the
-    two are mixed. Source: Llama 3.1's reference code (apply_scaling). Megatron-core has its own with
-    fixed factors.
-    """
-    waves = 2 * math.pi / inv_freq
-    turns = rope.original_max_positions / waves
-    share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    mixed = (1 - share) * inv_freq / rope.factor + share * inv_freq
-    found = torch.where(turns < rope.low_freq_factor, inv_freq / rope.factor, mixed)
-    return torch.where(turns > rope.high_freq_factor, inv_freq, found)
-
-
 QkvObserver = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
-class SdpaAttention(nn.Module):
-    """Causal core attention by torch's scaled_dot_product_attention, grouped queries included.
+class CoreAttention(nn.Module):
+    """Rotary embedding and causal core attention, grouped queries included: in BF16 by the engine's
+    kernel where it is to round as the engine does, else by torch's scaled_dot_product_attention.
+
+    kv_scales: those of the FP8 cache that K and V are rounded to; None: they are not.
 
     An observer, where one is set, sees the layer number (from 0) and q, k, v [s, b, heads, head_dim]
     as attention gets them: after QK-norm and rotary embedding. KV calibration reads them there.
     """
+
+    rounding = MEGATRON
+    rotary: Rotary
+    kv_scales: LayerScales | None = None
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any):
         super().__init__()
@@ -105,11 +87,24 @@ class SdpaAttention(nn.Module):
         """
         if kwargs.get("packed_seq_params") is not None:
             raise NotImplementedError("packed sequences are not supported by the CPU attention")
+        query, key = (self.rotary(x, once=self.rounding.rotary) for x in (query, key))
         if self.observer is not None:
             self.observer(self.layer, query, key, value)
+        return self.attend(query, key, value)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention of what `forward` has rotated; the same shapes."""
+        dtype, scale = query.dtype, self.softmax_scale or query.shape[-1] ** -0.5
+        if self.rounding.attention and dtype is torch.bfloat16:
+            q, k, v = (t.transpose(0, 1) for t in (query, key, value))
+            return engine_attention(q, k, v, scale, self.kv_scales).transpose(0, 1).flatten(2)
+        if self.kv_scales is not None:
+            kept = as_cached(key, value, self.kv_scales)
+            key, value = (x + (y - x).detach() for x, y in zip((key, value), kept, strict=True))
+            query = query.float()
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         with sdpa_kernel(_MATH if q.shape[2] <= _MATH_UP_TO else [_FLASH, _MATH]):
             out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
+                q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return out.permute(2, 0, 1, 3).flatten(2).to(dtype)

@@ -4,6 +4,7 @@ Parameters are the FP32 masters themselves; each layer rounds them to what it co
 is one copy of the weights, the FP8 codes come from the masters, and the optimiser is plain.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from torch import Tensor, nn
 
 from fp8rl.model.precision import FORMAT_OF_DTYPE, Format
+from fp8rl.model.rounding import MEGATRON
 from fp8rl.numerics.backends import Backend, Projections
 from fp8rl.numerics.formats import Fp8Recipe
 from fp8rl.numerics.linear import Fp8Weight, fp8_linear
@@ -46,7 +48,14 @@ class PlannedLinear:
             product = fp8_linear(x, weight, self.fp8)
             return product if bias is None else product + bias
         self.effective = FORMAT_OF_DTYPE[str(x.dtype)]
-        return nn.functional.linear(x, weight.to(x.dtype), bias)
+        return rows_linear(x, weight.to(x.dtype), bias)
+
+
+def rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch's linear of x [..., K], whatever its strides: of a transposed x torch's own would make a
+    copy of the weight for each step of the first axis."""
+    rows = nn.functional.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    return rows.view(*x.shape[:-1], len(weight))
 
 
 class PlannedColumnLinear(PlannedLinear, ColumnParallelLinear):
@@ -68,10 +77,13 @@ class PlannedRowLinear(PlannedLinear, RowParallelLinear):
 
 
 class RmsNorm(nn.Module):
-    """RMS norm computed in FP32 and rounded once to the input's dtype, as vLLM's kernel does.
+    """RMS norm computed in FP32, of an input in the compute dtype or in FP32; its output is rounded.
 
-    The weight is rounded to the input's dtype first: that is the weight which vLLM holds.
+    The weight is rounded to the compute dtype first: that is the weight which vLLM holds.
     """
+
+    rounding = MEGATRON
+    compute_dtype = torch.bfloat16
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -82,4 +94,29 @@ class RmsNorm(nn.Module):
         """[..., hidden] -> [..., hidden]."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (normed * self.weight.to(x.dtype).float()).to(x.dtype)
+        weight = self.weight.to(self.compute_dtype)
+        if self.rounding.norm:
+            return normed.to(self.compute_dtype) * weight
+        return (normed * weight.float()).to(self.compute_dtype)
+
+
+class ResidualAdd(nn.Module):
+    """What a block adds to the residual stream: Megatron's bias-dropout-add without its first two.
+
+    Called as Megatron calls it: once for the function, and that for the sum.
+    """
+
+    rounding = MEGATRON
+    compute_dtype = torch.bfloat16
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        return self.add
+
+    def add(self, out_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, _: float) -> Tensor:
+        """The stream [..., hidden] after `out_with_bias`: in FP32, to be rounded by whom it concerns
+        (the next norm reads it as it is, the next sum reads it rounded), or in the compute dtype."""
+        out, bias = out_with_bias
+        assert bias is None, "no block of the families here has a bias at its end"
+        if self.rounding.residual:
+            return residual.to(self.compute_dtype).float() + out.float()
+        return residual + out

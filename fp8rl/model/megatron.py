@@ -1,12 +1,11 @@
 """Builds Megatron-core's GPTModel from a Hugging Face config, and moves weights in and out of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -19,19 +18,28 @@ from torch import Tensor, nn
 
 from fp8rl.model.cpu_megatron import (
     CPU_CONFIG,
-    CpuRotaryEmbedding,
-    SdpaAttention,
+    CoreAttention,
     init_single_rank,
-    llama3_frequencies,
 )
 from fp8rl.model.dims import ModelDims
-from fp8rl.model.layers import PlannedColumnLinear, PlannedLinear, PlannedRowLinear, RmsNorm
+from fp8rl.model.kv_scales import KvScales, LayerScales
+from fp8rl.model.layers import (
+    PlannedColumnLinear,
+    PlannedLinear,
+    PlannedRowLinear,
+    ResidualAdd,
+    RmsNorm,
+    rows_linear,
+)
 from fp8rl.model.names import Slot, megatron_row_order, name_table
 from fp8rl.model.precision import Decision, Format
+from fp8rl.model.rotary import Rotary
+from fp8rl.model.rounding import MEGATRON, Rounding
 from fp8rl.numerics.backends import Projections, backend
 from fp8rl.numerics.formats import Fp8Recipe, Scheme, fp8_recipe
 from fp8rl.numerics.linear import quantise_parts
 from fp8rl.numerics.quantise import Quantised
+from fp8rl.recipe.precision import Head
 
 
 class WeightsError(ValueError):
@@ -50,19 +58,19 @@ def layer_spec(*, qk_norm: bool = False) -> ModuleSpec:
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=PlannedColumnLinear,
-                    core_attention=SdpaAttention,
+                    core_attention=CoreAttention,
                     linear_proj=PlannedRowLinear,
                     q_layernorm=head_norm,
                     k_layernorm=head_norm,
                 ),
             ),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=ResidualAdd,
             pre_mlp_layernorm=RmsNorm,
             mlp=ModuleSpec(
                 module=MLP,
                 submodules=MLPSubmodules(linear_fc1=PlannedColumnLinear, linear_fc2=PlannedRowLinear),
             ),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=ResidualAdd,
         ),
     )
 
@@ -94,7 +102,8 @@ class PolicyModel(nn.Module):
 
     Parameters are FP32 masters. Activations are `compute_dtype` (BF16; FP32 for comparisons).
     `plan` decides the format of each linear; `fp8` and `fp8_backend` say how FP8 rounds and what
-    computes its products. Raises BackendError where that backend cannot run.
+    computes its products; `rounding` says where the rest rounds, `head` what the output projection is
+    in. Raises BackendError where that backend cannot run.
     """
 
     def __init__(
@@ -105,11 +114,11 @@ class PolicyModel(nn.Module):
         compute_dtype: torch.dtype = torch.bfloat16,
         fp8: Fp8Recipe = fp8_recipe(),  # noqa: B008  frozen
         fp8_backend: str = "reference",
+        rounding: Rounding = MEGATRON,
+        head: Head = Head.BF16,
     ) -> None:
         super().__init__()
-        products = backend(fp8_backend)
-        if any(decision.format.is_fp8 for decision in plan.values()):
-            products.check(fp8)
+        self._fp8, self._products = fp8, backend(fp8_backend)
         init_single_rank()
         self.dims = dims
         self.table = name_table(dims)
@@ -120,23 +129,22 @@ class PolicyModel(nn.Module):
             vocab_size=dims.vocab,
             max_sequence_length=dims.max_positions,
             share_embeddings_and_output_weights=dims.tied_embeddings,
-            position_embedding_type="rope",
-            rotary_base=dims.rope_theta,
+            position_embedding_type="none",  # attention rotates by itself
         )
-        # GPTModel makes these two itself, so they are replaced rather than named in the spec.
-        self.gpt.rotary_pos_emb = CpuRotaryEmbedding(
-            kv_channels=dims.head_dim,
-            rotary_percent=1.0,
-            rotary_base=dims.rope_theta,
-            use_cpu_initialization=True,
-        )
-        if dims.rope_scaling is not None:
-            rotary = self.gpt.rotary_pos_emb
-            rotary.inv_freq = llama3_frequencies(rotary.inv_freq, dims.rope_scaling)
+        # GPTModel makes the last norm itself, so it is replaced rather than named in the spec.
         self.gpt.decoder.final_layernorm = RmsNorm(self.gpt.config, dims.hidden, eps=dims.norm_eps)
         # The residual stream is in the compute dtype from the embedding on.
         self.gpt.embedding.register_forward_hook(lambda _m, _i, out: out.to(compute_dtype))
-        self.gpt.output_layer._forward_impl = _output_product
+        self._product_of_head = _fp32_head if head is Head.FP32 else _head
+        self.gpt.output_layer._forward_impl = self._product_of_head
+        rotary = Rotary(dims)
+        self._attention = [m for m in self.gpt.modules() if isinstance(m, CoreAttention)]
+        for attention in self._attention:
+            attention.rotary = rotary
+        for module in self.gpt.modules():
+            if isinstance(module, RmsNorm | ResidualAdd):
+                module.compute_dtype = compute_dtype
+        self.set_rounding(rounding)
         self._order = {
             slot.megatron: None if rows is None else torch.tensor(rows)
             for slot in self.table
@@ -148,23 +156,62 @@ class PolicyModel(nn.Module):
             if slot.is_linear:
                 module = self.gpt.get_submodule(slot.megatron.removesuffix(".weight"))
                 assert isinstance(module, PlannedLinear)
-                module.plan(self._projections(slot), plan[slot.hf[0]].format, fp8, products)
                 self.linears[slot.megatron] = (slot, module)
+        self.set_formats(plan)
 
     def _projections(self, slot: Slot) -> Projections:
         return Projections(slot.hf, slot.rows, self._order[slot.megatron])
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """int64 [batch, seq], padded on the right -> logits [batch, seq, vocab], compute dtype."""
+        """int64 [batch, seq], padded on the right -> logits [batch, seq, vocab], in the compute dtype,
+        or in FP32 with an FP32 head."""
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         logits: Tensor = self.gpt(tokens, positions, attention_mask=None)
         return logits
 
-    def set_observer(self, observer: Callable[[int, Tensor, Tensor, Tensor], None] | None) -> None:
-        """Lets `observer` see q, k, v of every layer (`SdpaAttention`); None takes it away."""
+    def split_outputs(self, slot: str, out: Tensor) -> list[Tensor]:
+        """out [..., rows] of the linear of the Megatron parameter `slot` by Hugging Face projection."""
+        projections = self._projections(self.linears[slot][0])
+        parts = projections.split_columns(out.flatten(0, -2))
+        return [part.unflatten(0, out.shape[:-1]) for part in parts]
+
+    def project(self, normed: Tensor) -> Tensor:
+        """The output projection: [..., hidden] after the last norm -> logits [..., vocab]."""
+        tied = self.gpt.share_embeddings_and_output_weights
+        weight = self.gpt.shared_embedding_or_output_weight() if tied else self.gpt.output_layer.weight
+        logits: Tensor = self._product_of_head(normed, weight)
+        return logits
+
+    def set_formats(self, plan: Mapping[str, Decision]) -> None:
+        """From the next forward on, each linear computes in the format that `plan` decides. Raises
+        BackendError where the backend cannot run FP8."""
+        if any(decision.format.is_fp8 for decision in plan.values()):
+            self._products.check(self._fp8)
+        for slot, module in self.linears.values():
+            fmt = plan[slot.hf[0]].format
+            if module.requested is not fmt:  # else what was quantised stays good
+                module.plan(self._projections(slot), fmt, self._fp8, self._products)
+
+    def set_rounding(self, rounding: Rounding) -> None:
+        """From the next forward on, rounds at these points as the rollout engine does."""
         for module in self.gpt.modules():
-            if isinstance(module, SdpaAttention):
-                module.observer = observer
+            if isinstance(module, RmsNorm | ResidualAdd | CoreAttention):
+                module.rounding = rounding
+
+    def set_kv_scales(self, scales: KvScales | None) -> None:
+        """From the next forward on, attention sees K and V as an FP8 KV cache with `scales` holds them;
+        None: as they are. Raises KvScalesError where they are not of as many layers."""
+        layers: Sequence[LayerScales | None] = [None] * self.dims.layers
+        if scales is not None:
+            scales.require_usable(layers=self.dims.layers, version=scales.version)
+            layers = scales.layers
+        for module in self._attention:
+            module.kv_scales = layers[module.layer]
+
+    def set_observer(self, observer: Callable[[int, Tensor, Tensor, Tensor], None] | None) -> None:
+        """Lets `observer` see q, k, v of every layer (`CoreAttention`); None takes it away."""
+        for module in self._attention:
+            module.observer = observer
 
     def effective_formats(self) -> dict[str, Format]:
         """The format that each parameter was used in by the last forward, by Hugging Face name."""
@@ -245,8 +292,13 @@ class PolicyModel(nn.Module):
         self.load(weights)
 
 
-def _output_product(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
-    return F.linear(input, weight.to(input.dtype))
+def _head(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+    return rows_linear(input, weight.to(input.dtype))
+
+
+def _fp32_head(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+    # By the weight that the engine is sent.
+    return rows_linear(input.float(), weight.to(input.dtype).float())
 
 
 def read_hf_weights(folder: Path, dims: ModelDims) -> dict[str, Tensor]:

@@ -52,6 +52,11 @@ def model_folder(recipe: Recipe) -> Path | None:
     return None if model.path is None else Path(model.path).resolve()
 
 
+def warm_start_file(recipe: Recipe, runs: Path) -> Path:
+    """Where the warm-started weights of the recipe's tiny model are kept, once a run has made them."""
+    return runs / ".cache" / "warm_start" / f"{recipe.warm_start_digest()}.safetensors"
+
+
 def model_dims(recipe: Recipe) -> ModelDims:
     """Dimensions of the recipe's model, before any folder of the tiny one exists.
 

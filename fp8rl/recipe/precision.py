@@ -32,6 +32,11 @@ class Fp8Backend(StrEnum):
     TRANSFORMER_ENGINE = "transformer_engine"
 
 
+class Head(StrEnum):
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
 class KvStatistic(StrEnum):
     AMAX = "amax"
     PERCENTILE = "percentile"
@@ -58,6 +63,15 @@ class Precision(Section):
     """Linears of the learner. fp8: forward, dgrad and wgrad."""
     kv_cache: Linear = Linear.BF16
     """KV cache of the rollout engine. fp8: E4M3, one descale per layer, recalibrated each step."""
+    learner_kv: Linear = Linear.BF16
+    """K and V in the learner's attention. fp8: rounded as the FP8 KV cache of these weights holds them;
+    gradients are those of the rounded values. Needs kv_cache=fp8."""
+    head: Head = Head.BF16
+    """Output projection, on both sides: BF16 products of BF16 weights, rounded to BF16 logits. fp32:
+    FP32 products of the same BF16 weights, and FP32 logits."""
+    parity: bool = True
+    """Between its linears the learner rounds where the rollout engine rounds, and attends by the
+    engine's own kernel: then both come to the same bits. false: as Megatron-core and torch do."""
     kv_margin: Annotated[float, Field(ge=1, le=2)] = 1.05
     """KV descale = amax * margin / 448, or the percentile instead of the amax."""
     kv_calibration: KvCalibration = KvCalibration.LEARNER

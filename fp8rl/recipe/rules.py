@@ -246,6 +246,12 @@ def _precision(recipe: Recipe, dims: ModelDims) -> Iterator[Violation]:
             "precision.rollout=fp8 or precision.learner=bf16",
         )
     fp8_kv = precision.kv_cache is Linear.FP8
+    if precision.learner_kv is Linear.FP8 and not fp8_kv:
+        yield Violation(
+            ("precision.learner_kv", "precision.kv_cache"),
+            "the learner would round K and V that the rollout engine keeps in BF16. Set "
+            "precision.kv_cache=fp8 or precision.learner_kv=bf16",
+        )
     if fp8_kv and not dims.qk_norm and not precision.allow_fp8_kv_without_qk_norm:
         yield Violation(
             ("precision.kv_cache", "precision.allow_fp8_kv_without_qk_norm"),

@@ -353,7 +353,8 @@ class Engine:
         return [_completion(output.outputs[0], sampled) for output in outputs]
 
     def precision_report(self) -> dict[str, Any]:
-        """Requested and effective formats and the KV cache's types, after a forward pass.
+        """Requested and effective formats, the KV cache's types and the output projection's, after a
+        forward pass.
 
         Raises PrecisionPlanError or EngineStateError where they differ.
         """
@@ -361,7 +362,12 @@ class Engine:
         kv = self.weights.kv_cache_types()
         if kv["dtype"].startswith("fp8") != self.fp8_kv:
             raise EngineStateError(f"KV cache requested fp8={self.fp8_kv}, effective {kv}")
-        return {"kv_cache": kv, "parameters": rows}
+        head = self.weights.head_type()
+        if head != self.recipe.precision.head:
+            raise EngineStateError(
+                f"output projection requested {self.recipe.precision.head}, ran {head}"
+            )
+        return {"kv_cache": kv, "head": head, "parameters": rows}
 
 
 def _completion(output: Any, sampled: bool) -> Completion:

@@ -112,6 +112,12 @@ class EngineWeights:
             formats.update(dict.fromkeys(slot.hf, effective))
         return formats
 
+    def head_type(self) -> str:
+        """What the last forward's output projection was in: "fp32" or "bf16"."""
+        head = self.model.get_submodule("lm_head")
+        effective = getattr(head, "fp8rl_effective", Format.BF16)
+        return str(effective.value)
+
     def attention(self) -> list[Any]:
         """vLLM's `Attention` modules, in the order of the layers."""
         modules = dict(self.model.named_modules())

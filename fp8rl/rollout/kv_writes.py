@@ -4,10 +4,7 @@ E4M3 with the descale s holds magnitudes up to 448 s; a magnitude of at most 2^-
 least, is stored as zero. Counts are integers of a fixed order of work: a chunk that is generated
 again has the same.
 
-vLLM's CPU kernel cuts off where FP8 is defined to round to nearest, and GPU kernels do: K and V come
-out 4.3% too small on average. So they are rounded here, before it sees them: to the nearest number of
-E4M3 times s, and from there up by more than BF16's own error and less than half of E4M3's, which the
-kernel cuts off again.
+On a CPU what goes into the kernel is rounded to nearest first (numerics/kv_cache.py).
 """
 
 from collections.abc import Callable
@@ -16,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.elements import round_to
 from fp8rl.numerics.formats import E4M3
+from fp8rl.numerics.kv_cache import for_cpu_kernel
 
 _MAGNITUDE = 0x7FFF
 
@@ -57,7 +54,7 @@ class KvWrites:
             self._elements[number] += kv[0].numel()
             self._counts[number] += unheld(kv.view(2, -1), bounds)
             if kv.is_cpu:
-                key, value = nearest(kv.view(2, -1), bounds).view(kv.shape)
+                key, value = for_cpu_kernel(kv.view(2, -1), bounds.descale).view(kv.shape)
             write(layer, key, value, kv_cache, slot_mapping)
 
         return hooked
@@ -95,14 +92,6 @@ def unheld(kv: Tensor, bounds: _Bounds) -> Tensor:
     saturated = torch.count_nonzero(patterns > bounds.most, 1)
     underflow = torch.count_nonzero((patterns <= bounds.least) & (patterns != 0), 1)
     return torch.stack((saturated, underflow))
-
-
-def nearest(kv: Tensor, bounds: _Bounds) -> Tensor:
-    """BF16 [2, elements] of which the part that E4M3 keeps is K, V / descale rounded to nearest, ties
-    to even; the magnitudes are greater by one to two units of BF16's last place."""
-    scaled = (kv.float() / bounds.descale).clamp_(-E4M3.max, E4M3.max)
-    rounded = round_to(scaled, E4M3).mul_(bounds.descale)
-    return ((rounded.view(torch.int32) + 0x1FFFF) & -0x10000).view(torch.float32).bfloat16()
 
 
 def _pattern(bound: float) -> int:

@@ -29,12 +29,16 @@ from vllm.model_executor.layers.quantization.base_config import (
 )
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+)
 
 from fp8rl.model.precision import FORMAT_OF_DTYPE, Format
 from fp8rl.numerics.backends import Backend, FusedWeight, Projections, backend
 from fp8rl.numerics.formats import Fp8Recipe
 from fp8rl.numerics.quantise import NonFiniteError, Quantised
-from fp8rl.recipe.precision import Precision
+from fp8rl.recipe.precision import Head, Precision
 from fp8rl.recipe.rules import rollout_fp8
 
 METHOD = "fp8rl"
@@ -60,8 +64,11 @@ def quantization_config(
 class Fp8rlConfig(QuantizationConfig):
     """The formats of a model's parameters, as the precision plan decided them."""
 
-    def __init__(self, formats: dict[str, Format], recipe: Fp8Recipe, products: Backend) -> None:
+    def __init__(
+        self, formats: dict[str, Format], recipe: Fp8Recipe, products: Backend, *, fp32_head: bool
+    ) -> None:
         super().__init__()
+        self.fp32_head = fp32_head
         self.formats = formats
         self.recipe = recipe
         self.products = products
@@ -83,16 +90,19 @@ class Fp8rlConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Fp8rlConfig":
         formats = {name: Format(value) for name, value in config["formats"].items()}
-        recipe = rollout_fp8(Precision.model_validate(config["precision"]))
+        precision = Precision.model_validate(config["precision"])
+        recipe = rollout_fp8(precision)
         products = backend(config["backend"])
         if any(fmt.is_fp8 for fmt in formats.values()):
             products.check(recipe)
-        return cls(formats, recipe, products)
+        return cls(formats, recipe, products, fp32_head=precision.head is Head.FP32)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of the module `prefix`; None leaves it to vLLM (embeddings, output)."""
         if isinstance(layer, Attention):
             return BaseKVCacheMethod(self)
+        if isinstance(layer, ParallelLMHead) and self.fp32_head:
+            return Fp32Head()
         if not isinstance(layer, LinearBase):
             return None
         fmt = self.formats.get(f"{prefix}.weight")
@@ -115,6 +125,22 @@ class ReplaceableBf16Linear(UnquantizedLinearMethod):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         layer.fp8rl_effective = FORMAT_OF_DTYPE[str(x.dtype)]
         return super().apply(layer, x, bias)
+
+
+class Fp32Head(UnquantizedEmbeddingMethod):
+    """An output projection in FP32: products of the BF16 weight that is held, by an FP32 copy of it.
+
+    `process_weights_after_loading` makes the copy anew after a change. A tied projection has a module
+    of its own in vLLM, which shares the embedding's weight: the embedding stays in BF16.
+    """
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.fp8rl_head = layer.weight.detach().float()
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [tokens, hidden] -> FP32 logits [tokens, vocab]."""
+        layer.fp8rl_effective = FORMAT_OF_DTYPE["torch.float32"]
+        return torch.nn.functional.linear(x.float(), layer.fp8rl_head, bias)
 
 
 class Fp8Linear(LinearMethodBase):

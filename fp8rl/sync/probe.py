@@ -36,11 +36,17 @@ def is_probed(recipe: Recipe, version: int, origin: int) -> bool:
     return every > 0 and (version == origin or version % every == 0)
 
 
-def limit_of(recipe: Recipe) -> float:
-    """Largest mean |difference| in nats that passes: the recipe's word, or by the arm's precision."""
+def limit_of(recipe: Recipe, *, rollout_bf16: bool = False) -> float:
+    """Largest mean |difference| in nats that passes: the recipe's word, or by the arm's precision.
+
+    rollout_bf16: whether the guard has taken this rollout out of FP8.
+    """
     if recipe.sync.probe_limit is not None:
         return recipe.sync.probe_limit
     precision = recipe.precision
+    alike = precision.learner is precision.rollout and precision.learner_kv is precision.kv_cache
+    if precision.parity and alike and not rollout_bf16:
+        return _BF16_LIMIT  # what FP8 rounds, both sides round
     fp8 = [Linear.FP8 in (precision.rollout, precision.learner), precision.kv_cache is Linear.FP8]
     return (_BF16_LIMIT, _FP8_LIMIT, _BOTH_LIMIT)[sum(fp8)]
 

@@ -20,10 +20,11 @@ ARMS = {
 class Pair:
     """An engine and a learner on the same weights."""
 
-    def __init__(self, arm: str, folder: Path) -> None:
+    def __init__(self, arm: str | dict[str, str], folder: Path) -> None:
+        """arm: one of ARMS, or the precision section itself."""
         self.recipe = recipe_with(
             model={"tiny": RAGGED.model_dump()},
-            precision=ARMS[arm],
+            precision=ARMS[arm] if isinstance(arm, str) else arm,
             learner={"lr": 3e-3, "warmup_iterations": 0},
             rollout={"max_new_tokens": 12, "chunk_size": 16, "kv_cache_mib": 64},
         )

@@ -14,11 +14,11 @@ from fp8rl.learner.batch import make_batch
 from fp8rl.learner.learner import Learner
 from fp8rl.mismatch import mismatch_panel
 from fp8rl.model.kv_scales import KvScales, KvScalesError, LayerScales
+from fp8rl.numerics.kv_cache import for_cpu_kernel
 from fp8rl.recipe.precision import KvStatistic
 from fp8rl.rollout.engine import Engine, EngineStateError
 from fp8rl.rollout.kv_observation import observed
 from fp8rl.rollout.kv_shares import kv_metrics
-from fp8rl.rollout.kv_writes import bounds_of, nearest
 from fp8rl.rollout.requests import requests_for
 from tests import oracle
 from tests.models import RAGGED, random_weights, recipe_with, write_model
@@ -296,7 +296,7 @@ def test_calibrated_scales_keep_a_rescaled_model_where_scale_one_ruins_it(setup)
 
 def test_cache_holds_the_nearest_numbers_and_vllm_alone_would_cut_off():
     """Relies on: cpu_attn_reshape_and_cache. Where vLLM's own rounding is mended, the last line fails:
-    then kv_writes.py need not round any more."""
+    then numerics/kv_cache.py need not round any more."""
     from vllm import _custom_ops as ops
 
     tokens, block, width = 100, 128, 64
@@ -315,6 +315,6 @@ def test_cache_holds_the_nearest_numbers_and_vllm_alone_would_cut_off():
 
     flat = x.reshape(-1)
     want = (flat.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
-    rounded = nearest(torch.stack((flat, flat)), bounds_of(scale, scale))[0].view(x.shape)
+    rounded = for_cpu_kernel(x, scale)
     np.testing.assert_array_equal(stored(rounded), np.sort(torch.cat((want, want)).numpy()))
     assert np.abs(stored(x)).mean() < 0.97 * np.abs(stored(rounded)).mean()

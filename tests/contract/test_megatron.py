@@ -7,12 +7,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from fp8rl.learner.batch import make_batch
 from fp8rl.learner.learner import Learner, VersionError
-from fp8rl.model.cpu_megatron import (
-    CPU_CONFIG,
-    CpuRotaryEmbedding,
-    SdpaAttention,
-    init_single_rank,
-)
+from fp8rl.model.cpu_megatron import CPU_CONFIG, CoreAttention, init_single_rank
 from fp8rl.model.layers import PlannedLinear
 from fp8rl.model.megatron import (
     PolicyModel,
@@ -356,16 +351,6 @@ def test_layer_numbers_are_global_over_pipeline_stages(monkeypatch):
 # --- what the accommodations answer: when Megatron changes, these say so
 
 
-def test_megatron_rotary_embedding_asks_for_a_cuda_device():
-    init_single_rank()
-    options = {"kv_channels": 8, "rotary_percent": 1.0, "use_cpu_initialization": True}
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-    with pytest.raises((RuntimeError, AssertionError)):
-        RotaryEmbedding(**options).get_emb(4)
-    assert CpuRotaryEmbedding(**options).get_emb(4).shape == (4, 1, 1, 8)
-
-
 def test_megatron_core_attention_asks_for_the_cuda_rng_tracker():
     model = policy(RAGGED)
     config = model.gpt.config
@@ -382,11 +367,11 @@ def test_megatron_core_attention_asks_for_the_cuda_rng_tracker():
     q, k = torch.randn(4, 1, 6, 32), torch.randn(4, 1, 2, 32)
     with pytest.raises(Exception, match=r"CUDA|rng state"):
         attention(q, k, k, None, AttnMaskType.causal)
-    assert SdpaAttention(config, 1)(q, k, k).shape == (4, 1, 192)
+    assert CoreAttention(config, 1).attend(q, k, k).shape == (4, 1, 192)
 
 
 @pytest.mark.parametrize("length", [40, 200])
-def test_sdpa_attention_equals_plain_attention(length):
+def test_core_attention_equals_plain_attention(length):
     """Both kernels: the plain products for short sequences, flash for long ones."""
     torch.manual_seed(0)
     q, k, v = (
@@ -394,7 +379,7 @@ def test_sdpa_attention_equals_plain_attention(length):
         torch.randn(length, 2, 2, 32),
         torch.randn(length, 2, 2, 32),
     )
-    got = SdpaAttention(None, 1)(q, k, v)
+    got = CoreAttention(None, 1).attend(q, k, v)
     scores = torch.einsum("sbhd,tbhd->bhst", q, k.repeat_interleave(3, 2)) / 32**0.5
     scores = scores.masked_fill(~torch.ones(length, length).tril().bool(), -torch.inf)
     want = torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), v.repeat_interleave(3, 2))

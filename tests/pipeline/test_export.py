@@ -63,6 +63,7 @@ def run_scores(run, sequences):
     """The same by the run's own learner, from its checkpoint."""
     learner = Learner(run.folder / "model", run.recipe)
     learner.restore(checkpoint_folder(run.folder, LAST))
+    learner.use_kv_scales(LAST, None)  # transformers has no FP8 cache
     return torch.tensor([v for row in learner.score(sequences, version=LAST) for v in row])
 
 

@@ -30,7 +30,7 @@ from fp8rl.recipe.schema import TinyModel
 from tests.models import recipe_with, write_model
 
 ROOT = Path(__file__).parents[2]
-TINY = TinyModel(hidden_size=64, intermediate_size=96, layers=2, heads=4, kv_heads=2, max_positions=64)
+TINY = TinyModel(hidden_size=64, intermediate_size=96, layers=2, heads=2, kv_heads=1, max_positions=64)
 FILES = ("learner/.metadata", "learner/__0_0.distcp", "state.json", "manifest.json")
 DATA = FILES[:3]
 

@@ -6,9 +6,10 @@ import torch
 
 from fp8rl.data.calibration import choose
 from fp8rl.model.kv_scales import KvScalesError
+from fp8rl.numerics.kv_cache import cached, for_cpu_kernel
 from fp8rl.rollout.kv_observation import batches
 from fp8rl.rollout.kv_shares import kv_metrics, total
-from fp8rl.rollout.kv_writes import bounds_of, nearest, unheld
+from fp8rl.rollout.kv_writes import bounds_of, unheld
 
 GROUPS = [7, 7, 7, 3, 3, 3, 5, 5, 5]
 LENGTHS = [10, 20, 30] * 3
@@ -83,7 +84,8 @@ def test_numbers_are_rounded_so_that_any_kernel_stores_the_nearest(scale, kernel
     """All BF16 numbers, against PyTorch's cast of x / scale, which rounds to nearest."""
     x = all_magnitudes()
     want = (x.float() / torch.tensor(scale)).clamp(-448, 448).to(torch.float8_e4m3fn).float()
-    seen = nearest(torch.stack((x, x)), bounds_of(scale, scale))[1].float()
+    assert torch.equal(cached(x, scale), want * torch.tensor(scale))
+    seen = for_cpu_kernel(x, scale).float()
     # A kernel may divide, or multiply by an inverse that was rounded.
     for scaled in (seen / torch.tensor(scale), seen * (1 / torch.tensor(scale))):
         codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

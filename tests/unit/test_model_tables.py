@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8rl.model.cpu_megatron import llama3_frequencies
 from fp8rl.model.dims import Llama3Rope, UnsupportedModelError, dims_from_hf, read_dims
 from fp8rl.model.names import megatron_row_order, name_table
+from fp8rl.model.rotary import Rotary, llama3_frequencies
 from fp8rl.model.tiny import hf_config
 from fp8rl.numerics.backends import Projections
 from fp8rl.recipe.schema import TinyModel
@@ -119,3 +119,32 @@ def test_dims_read_old_and_new_rope_fields(tmp_path):
         read_dims(tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"missing hidden_size, .*num_attention_heads"):
         dims_from_hf({"model_type": "llama"})
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_rotation_rounds_at_the_end_or_after_every_product(once):
+    """Against float64 from the rounded cosines: one rounding is the nearest BF16, three are not."""
+    x = torch.randn(50, 2, 3, DIMS.head_dim, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rotary = Rotary(DIMS)
+    cos, sin = (t.double()[:, None, None] for t in rotary.table(50, torch.bfloat16))
+    first, second = x.double().chunk(2, -1)
+    exact = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    got = rotary(x, once=once)
+    apart = (got != exact.float().bfloat16()).double().mean()
+    assert apart < 1e-3 if once else apart > 0.05
+    assert (got.double() - exact).abs().max() < 0.04
+    assert torch.equal(rotary(x[:7], once=once), got[:7])
+
+
+def test_positions_turn_by_their_number_and_in_fp32_nothing_is_rounded():
+    rotary = Rotary(DIMS)
+    x = torch.randn(9, 1, 1, DIMS.head_dim)
+    y = rotary(x, once=True)
+    assert torch.equal(y[0], x[0])
+    half = DIMS.head_dim // 2
+    angles = torch.arange(9.0)  # the fastest pair turns by one radian a position
+    turned = torch.view_as_complex(torch.stack((x[..., 0], x[..., half]), -1)).squeeze()
+    turned = turned * torch.polar(torch.ones(9), angles)
+    torch.testing.assert_close(y[:, 0, 0, 0], turned.real)
+    torch.testing.assert_close(y[:, 0, 0, half], turned.imag)
+    torch.testing.assert_close(rotary(x, once=False), y)

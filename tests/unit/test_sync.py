@@ -272,12 +272,18 @@ def test_scores_differ_by_their_last_bit():
 
 
 def test_limits_go_by_the_arms_precision_unless_the_recipe_says():
-    def limit(**precision):
-        return probe.limit_of(Recipe.model_validate({"precision": precision}))
+    def limit(rollout_bf16=False, **precision):
+        recipe = Recipe.model_validate({"precision": precision})
+        return probe.limit_of(recipe, rollout_bf16=rollout_bf16)
 
     arms = [limit(), limit(rollout="fp8"), limit(rollout="fp8", kv_cache="fp8")]
     assert arms == sorted(set(arms))
-    assert limit(kv_cache="fp8") == limit(rollout="fp8") == limit(rollout="fp8", learner="fp8")
+    assert limit(kv_cache="fp8") == limit(rollout="fp8")
+    # What both sides round does not set them apart, unless the guard has switched one of them.
+    both = {"rollout": "fp8", "learner": "fp8"}
+    assert limit(**both) == limit() == limit(**both, kv_cache="fp8", learner_kv="fp8")
+    assert limit(**both, parity=False) == limit(rollout_bf16=True, **both) == limit(rollout="fp8")
+    assert limit(**both, kv_cache="fp8") == limit(rollout="fp8", kv_cache="fp8")
     assert probe.limit_of(Recipe.model_validate({"sync": {"probe_limit": 0.3}})) == 0.3
 
 
