@@ -13,21 +13,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fp8rl.data.prepare import batch_prompts, prepare_data
-from fp8rl.learner.batch import Batch, make_batch
+from fp8rl.layerwise.setup import Setup, batch_of
+from fp8rl.learner.batch import Batch
 from fp8rl.learner.learner import Learner
 from fp8rl.mismatch import mismatch_panel
 from fp8rl.model.source import model_folder
 from fp8rl.model.tiny import write_tiny_model
 from fp8rl.recipe.load import load_recipe
 from fp8rl.recipe.schema import Recipe
-from fp8rl.rollout.engine import Engine
-from fp8rl.rollout.requests import Completion, requests_for
+from fp8rl.rollout.requests import Completion
 
 REPEATS = 5
 
@@ -62,41 +62,30 @@ def touch(learner: Learner) -> None:
             parameter.add_(0)
 
 
-class Bench:
+class Bench(Setup):
     """A learner and an engine on the same weights, with one iteration's requests."""
 
     def __init__(self, recipe: Recipe, folder: Path) -> None:
-        self.recipe, self.folder = recipe, folder
-        model_dir = model_with_weights(recipe, folder / "model")
-        prepare_data(recipe, model_dir, folder / "data")
-        rollout = recipe.rollout
-        prompts = batch_prompts(folder / "data", recipe, 0)
-        self.learner = Learner(model_dir, recipe)
-        self.learner.load(model_dir, 0)
-        self.learner.publish(folder / "w0", version=0)
-        longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-        self.engine = Engine(model_dir, recipe, max_len=longest)
-        self.engine.load_weights(folder / "w0", 0)
-        if self.engine.fp8_kv:
-            answers = make_batch(prompts["prompt_tokens"], prompts["answer_tokens"])
-            self.scales = self.learner.calibrate_kv(answers, version=0, source="benchmark")
-            self.engine.apply_kv_scales(self.scales)
-        self.requests = requests_for(
-            prompts["prompt_tokens"], prompts["id"], rollout.samples, run_seed=recipe.seed, iteration=1
-        )
+        super().__init__(recipe, model_with_weights(recipe, folder / "model"), folder)
+        self.requests = self.requests_of(1)
 
     def batch(self, completions: list[Completion]) -> Batch:
-        return make_batch(
-            [r.prompt for r in self.requests],
-            [c.tokens for c in completions],
-            [c.logprobs for c in completions],
-        )
+        return batch_of(self.requests, completions)
 
     def mismatch(self, batch: Batch) -> dict[str, float]:
         """The panel of one iteration, before any update."""
         p = self.learner.logprobs(batch, version=0)
         panel = mismatch_panel(batch.g, p, batch.mask, truncate=self.recipe.correction.truncate)
         return panel | {"tokens": float(batch.mask.sum())}
+
+    def train(self, batch: Batch) -> None:
+        """A training step from the weights that the learner holds, with the KV scales of the first."""
+        version = self.learner.version
+        assert version is not None
+        if self.engine.fp8_kv:
+            self.learner.use_kv_scales(version, replace(self.scales, version=version))
+        advantages = torch.linspace(-1, 1, len(self.requests))
+        self.learner.train(batch, advantages, iteration=1, version=version)
 
     def sensitivity(self, batch: Batch) -> float:
         """token_mult_prob_error of the learner against itself, its embeddings moved by 2^-9 of their
@@ -145,6 +134,8 @@ class Bench:
         results["calibrate_kv_s"], _ = median_seconds(
             lambda n: learner.calibrate_kv(batch, version=0, source="benchmark"), 3
         )
+        if engine.fp8_kv:
+            learner.use_kv_scales(0, self.scales)
         return results, batch
 
 
@@ -159,10 +150,7 @@ def measure(recipe: Recipe, folder: Path, *, timed: bool) -> dict[str, Any]:
     results["mismatch"] = bench.mismatch(batch)
     results["mismatch"]["learner_moved_by_2^-9"] = bench.sensitivity(batch)
     if timed:
-        advantages = torch.linspace(-1, 1, len(bench.requests))
-        results["learner_step_s"], _ = median_seconds(
-            lambda n: bench.learner.train(batch, advantages, iteration=1, version=n), 3
-        )
+        results["learner_step_s"], _ = median_seconds(lambda n: bench.train(batch), 3)
     return results
 
 

@@ -16,10 +16,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from flows import cli_kept
+from flows import cli_kept, cli_measure
 from flows.cli_up import down, status, up
 from flows.environment import embedded_home, set_environment, stop_leftover_servers
-from flows.terminal import RunName, RunsDir, console, errors
+from flows.terminal import Overrides, RecipePath, RunName, RunsDir, console, errors
 from fp8rl import progress
 from fp8rl.checkpoints import CheckpointError
 from fp8rl.comparison.selection import ComparisonError
@@ -43,12 +43,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-RecipePath = Annotated[Path, typer.Argument(help="Recipe file, for example configs/tiny/bf16.yaml")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Values to change: key=value, for example iterations=2")
-]
-
 
 _FOR_THE_USER = (
     *(RecipeError, RewindError, RunExistsError, NoRunError, UnsupportedModelError),
@@ -113,25 +107,6 @@ def explain(recipe: RecipePath, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def numerics(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    weights: Annotated[
-        Path | None,
-        typer.Option(help="Hugging Face folder to take instead of the recipe's model"),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the results; runs/numerics/<arm> by default")
-    ] = None,
-) -> None:
-    """Compare our FP8 scales and codes with other engines' on a model, and show what FP8 loses."""
-    from flows.numerics import numerics as report
-
-    with _user_errors(), progress.listening(_say):
-        report(load_recipe(recipe, overrides), console, weights=weights, out=out)
-
-
-@app.command()
 def run(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Train a recipe, from its first iteration to its last."""
     with _user_errors():
@@ -183,7 +158,7 @@ def resume(
         _train_and_tell(recipe, run)
 
 
-for _command in (*cli_kept.COMMANDS, up, status, down):
+for _command in (*cli_measure.COMMANDS, *cli_kept.COMMANDS, up, status, down):
     app.command()(_user_errors()(_command))
 
 

@@ -13,9 +13,12 @@ from fp8rl import progress
 class LiveDisplay(AbstractContextManager["LiveDisplay"]):
     """Shows what `_draw` gives, with a bar, while its block is open. In a terminal it redraws; where
     output goes to a file it prints the title, and the subclass its lines. unit: of what the bar counts.
+    first: what it says before any event.
     """
 
-    def __init__(self, console: Console, title: str, unit: str = "") -> None:
+    def __init__(
+        self, console: Console, title: str, unit: str = "", first: str = "Prefect starts"
+    ) -> None:
         self.console, self.title = console, title
         self.bar = Progress(
             TextColumn("{task.description:<34}"),
@@ -25,7 +28,7 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
             TimeElapsedColumn(),
             console=console,
         )
-        self._task = self.bar.add_task("Prefect starts", total=None)
+        self._task = self.bar.add_task(first, total=None)
         self._live = Live(self._draw(), console=console, refresh_per_second=4, transient=False)
         self._listening = progress.listening(self._on_event)
 

@@ -11,6 +11,10 @@ from rich.console import Console
 console = Console(width=None if sys.stdout.isatty() else 150)
 errors = Console(stderr=True)
 
+RecipePath = Annotated[Path, typer.Argument(help="Recipe file, for example configs/tiny/bf16.yaml")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Values to change: key=value, for example iterations=2")
+]
 RunName = Annotated[str, typer.Argument(help="A run's name; `fp8rl runs` lists them")]
 RunsDir = Annotated[Path, typer.Option("--runs-dir", help="The runs folder")]
 
