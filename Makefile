@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Nothing here asks a hub for models or data.
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: setup demo test test-ui test-slow test-kill sync-faults lint bench bench-kv bench-correction bench-resume bench-orchestration gpu-check clean
+.PHONY: setup demo test test-ui test-slow test-kill sync-faults lint bench bench-kv bench-correction bench-curves bench-resume bench-orchestration gpu-check clean
 
 setup:
 	@infra/setup.sh
@@ -38,6 +38,8 @@ lint: setup
 bench: setup  ## timings, as JSON under benchmarks/results/
 	$(BIN)/python -m benchmarks.pipeline
 	$(BIN)/python -m benchmarks.numerics
+	$(BIN)/python -m benchmarks.mismatch
+	$(BIN)/python -m benchmarks.parity
 
 bench-kv: setup  ## an FP8 KV cache beside a BF16 one of the same bytes, and what its scales are worth
 	$(BIN)/python -m benchmarks.kv_pressure
@@ -45,6 +47,9 @@ bench-kv: setup  ## an FP8 KV cache beside a BF16 one of the same bytes, and wha
 
 bench-correction: setup  ## ways to correct an FP8 rollout, trained side by side
 	$(BIN)/python -m benchmarks.correction
+
+bench-curves: setup  ## the mismatch of every arm over 30 iterations
+	$(BIN)/python -m benchmarks.curves
 
 bench-resume: setup  ## what a kill costs on SmolLM2
 	$(BIN)/python -m benchmarks.resume

@@ -1,4 +1,4 @@
-"""`make bench`: the arms on SmolLM2-135M and the quantiser, as results/numerics.json and mismatch.json.
+"""`make bench`: the arms on SmolLM2-135M and the quantiser, as results/numerics.json.
 
 On a CPU the FP8 linears are emulated: the times say what that costs here, and nothing about FP8 speed
 on a GPU.
@@ -15,20 +15,14 @@ from typing import Any
 import torch
 
 from benchmarks import record
-from benchmarks.pipeline import ARMS, CONFIGS, measure_arms, print_arms, ratios
+from benchmarks.mismatch import SMOLLM2
+from benchmarks.pipeline import measure_arms, print_arms, ratios
 from benchmarks.turns import over_first, rollout_in_turns
 from fp8rl.device import compute_environment, resolve
 from fp8rl.numerics.formats import Scaling, activation_scheme
 from fp8rl.numerics.quantise import quantise
 from fp8rl.recipe.load import load_recipe
 
-SMOLLM2 = CONFIGS / "smollm2"
-FP8_ARMS = tuple(arm for arm in ARMS if "fp8" in arm)
-POW2 = tuple(
-    f"precision.{side}_scales.{kind}=pow2"
-    for side in ("rollout", "learner")
-    for kind in ("weights", "activations")
-)
 _ELEMENTS = 1 << 25
 
 
@@ -67,18 +61,12 @@ def quantizer_elsewhere() -> dict[str, float]:
     return values
 
 
-def panel(arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """The mismatch of each arm, under its name with underscores."""
-    return {arm.replace("-", "_"): result["mismatch"] for arm, result in arms.items()}
-
-
 def main() -> None:
     """Measures, prints and writes."""
     speeds = quantizer_elsewhere()
     turns = rollout_in_turns(SMOLLM2, ("bf16", "fp8-rollout", "fp8-rollout-kv"))
     rollout = over_first(turns)
-    arms = measure_arms(SMOLLM2, label="FP32 scales")
-    pow2 = measure_arms(SMOLLM2, "--mismatch", *POW2, arms=FP8_ARMS, label="power-of-two scales")
+    arms = measure_arms(SMOLLM2)
     found = ratios(arms)
     values = {
         "rollout_fp8_kv_over_bf16": rollout["fp8-rollout-kv"],
@@ -91,7 +79,6 @@ def main() -> None:
     recipe = load_recipe(SMOLLM2 / "fp8-e2e-kv.yaml").recipe
     about = {"fp8_backend": resolve(recipe).fp8_backend, "model": "SmolLM2-135M-Instruct"}
     print(record.write("numerics", {**values, **about, "rollout_turns": turns, "arms": arms}))
-    print(record.write("mismatch", {**about, **panel(arms), "power_of_two_scales": panel(pow2)}))
 
 
 if __name__ == "__main__":
