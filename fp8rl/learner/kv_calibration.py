@@ -16,7 +16,6 @@ def calibrate(
     model: PolicyModel,
     recipe: Recipe,
     batch: Batch,
-    *,
     version: int,
     source: str,
     tokens_available: int | None = None,

@@ -8,7 +8,6 @@ another, so that a restarted or doubly called learner cannot pass unnoticed.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fp8rl import faults
-from fp8rl.device import resolve
 from fp8rl.journal import MODEL_FILE
 from fp8rl.learner.batch import Batch, make_batch, split_evenly
+from fp8rl.learner.building import builder
 from fp8rl.learner.checkpoint import (
     CheckpointWriter,
     capture,
@@ -42,9 +41,8 @@ from fp8rl.model.manifest import Manifest
 from fp8rl.model.megatron import PolicyModel, read_hf_weights
 from fp8rl.model.precision import Decision, assert_effective, effective_rows, make_plan
 from fp8rl.model.published import write_published
-from fp8rl.model.rounding import ENGINE, MEGATRON
 from fp8rl.recipe.precision import Linear
-from fp8rl.recipe.rules import learner_fp8, plan_rules, rollout_fp8
+from fp8rl.recipe.rules import plan_rules, rollout_fp8
 from fp8rl.recipe.schema import Recipe
 
 
@@ -66,12 +64,15 @@ class TrainResult:
 class Learner:
     """Trains the policy of `recipe` whose Hugging Face folder is `model_dir`.
 
-    linear: format of the linears; the recipe's own where None. The warm start always asks for BF16, and
-    then nothing is as the engine has it: no engine has these weights.
+    linear: format of the linears, and then nothing is as an engine has it; None: the recipe's own. The
+    warm start always asks for BF16.
     Where `learner.kl` is on, training needs `load_reference` besides.
     """
 
     reference: ReferencePolicy | None = None
+    kv_version: int | None = None
+    """Of which weights `use_kv_scales` was given scales last."""
+    _rounds_kv = False
 
     def __init__(self, model_dir: Path, recipe: Recipe, *, linear: Linear | None = None) -> None:
         torch.set_num_threads(recipe.threads or torch.get_num_threads())
@@ -83,19 +84,9 @@ class Learner:
         precision = recipe.precision
         self.plan = make_plan(plan_rules(precision, linear or precision.learner), self.dims)
         self._published_scheme = rollout_fp8(precision).weight
-        backends = resolve(recipe)
-        self._build = partial(
-            backends.load("policy_model"),
-            self.dims,
-            self.plan,
-            fp8=learner_fp8(precision),
-            fp8_backend=backends.fp8_backend,
-            rounding=ENGINE if precision.parity and linear is None else MEGATRON,
-            head=precision.head,
-        )
+        self._build = builder(recipe, self.dims, self.plan, as_engine=linear is None)
         self.model: PolicyModel = self._build()
         self.version: int | None = None
-        self.kv_version: int | None = None
         self._rounds_kv = precision.learner_kv is Linear.FP8 and linear is None
         self.objective = PolicyObjective(recipe)
         self._writer = CheckpointWriter()
@@ -403,15 +394,7 @@ class Learner:
     def calibrate_kv(
         self, batch: Batch, *, version: int, source: str, tokens_available: int | None = None
     ) -> KvScales:
-        """KV scales of weight `version`; see `kv_calibration.calibrate`. Not yet in use: see
-        `use_kv_scales`."""
+        """KV scales of weight `version`, not yet in use; see `kv_calibration.calibrate`."""
         self.require_version(version)
         self.kv_version = None
-        return calibrate(
-            self.model,
-            self.recipe,
-            batch,
-            version=version,
-            source=source,
-            tokens_available=tokens_available,
-        )
+        return calibrate(self.model, self.recipe, batch, version, source, tokens_available)
