@@ -73,7 +73,7 @@ def _effect(effect: "Effect") -> tuple[str, str]:
 
 
 def _fall(fall: "Fall") -> str:
-    return f"{fall.value:+.5f} ({fall.low:+.5f} to {fall.high:+.5f})"
+    return f"{fall.value:+.4f} ({fall.low:+.4f} to {fall.high:+.4f})"
 
 
 def _agreement(one: "Agreement") -> str:
@@ -103,7 +103,8 @@ def _units_table(found: "Attribution") -> Table:
         "kl_k3",
     ):
         table.add_column(heading, justify="right" if table.columns else "left")
-    for heading in ("fall of kl_k3 (95%)", "of the products", "BF16 costs, MB"):
+    table.add_column("fall of kl_k3 (95%)", justify="right", no_wrap=True)
+    for heading in ("of the products", "BF16 costs, MB"):
         table.add_column(heading, justify="right")
     for row in found.rows:
         table.add_row(
@@ -155,7 +156,8 @@ def _say_confirmation(done: "Confirmation") -> None:
         )
     before, after = done.bytes
     say(f"  published weights: {before / 1e6:.1f} -> {after / 1e6:.1f} MB")
+    low, high = min(done.speeds), max(done.speeds)
     say(
-        f"  decoding: {done.speed:.2f} of the tokens/s of all FP8 (in turns). On a CPU, where FP8 is "
-        "emulated: it says nothing about FP8's speed on a GPU."
+        f"  decoding: {done.speed:.2f} of the tokens/s of all FP8, {low:.2f} to {high:.2f} in "
+        f"{len(done.speeds)} rounds. On a CPU, where FP8 is emulated: it says nothing about a GPU."
     )

@@ -55,9 +55,8 @@ def report_of(recipe: Recipe, *, weights: Path | None, most: int, budget: float)
         confirmed = None
         if kept:
             confirmed = confirm(setup, units, kept, measure, measure.effect(in_engine))
-        own = model_dir == folder / "model"
         return Report(
-            "the warm-started tiny model" if own else str(model_dir),
+            _name(recipe, weights),
             len(batch.lengths),
             int(batch.mask.sum()),
             stand_in,
@@ -66,6 +65,13 @@ def report_of(recipe: Recipe, *, weights: Path | None, most: int, budget: float)
             exclude_override(recipe.precision.exclude, kept),
             confirmed,
         )
+
+
+def _name(recipe: Recipe, weights: Path | None) -> str:
+    model = recipe.model
+    if weights is not None:
+        return str(weights)
+    return model.gguf or model.hub or model.path or "the warm-started tiny model"
 
 
 def figures(report: Report) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from fp8rl.recipe.rules import plan_rules, rollout_fp8
 from fp8rl.recipe.schema import Recipe
 from fp8rl.rollout.engine import Engine
 
-_ROUNDS = 3
+_ROUNDS = 5
 
 
 @dataclass(frozen=True)
