@@ -69,11 +69,11 @@ def attribute(
 
 
 def _effect(effect: "Effect") -> tuple[str, str]:
-    return f"{effect.error:.4f}", f"{effect.kl_k3:.5f}"
+    return f"{effect.error:.4f}", f"{effect.kl_k3:.3g}"
 
 
 def _fall(fall: "Fall") -> str:
-    return f"{fall.value:+.4f} ({fall.low:+.4f} to {fall.high:+.4f})"
+    return f"{fall.value:+.2g} ({fall.low:+.2g} to {fall.high:+.2g})"
 
 
 def _agreement(one: "Agreement") -> str:
@@ -88,8 +88,8 @@ def _say_basis(report: "Report") -> None:
     say(f"{report.weights}: {report.sequences} answers, {report.tokens} tokens, at temperature 1")
     say(f"Learner in FP8 and engine: {_agreement(report.stand_in)}.")
     say(f"BF16 learner with FP8 on all linears: mismatch {error}, kl_k3 {kl}.")
-    say(f"Floor, BF16 with BF16 that rounds once otherwise: kl_k3 {found.floor:.5f}.")
-    say(f"Noise, what another rounding does to FP8 on all: kl_k3 up to {found.noise:.5f}.")
+    say(f"Floor, BF16 with BF16 that rounds once otherwise: kl_k3 {found.floor:.3g}.")
+    say(f"Noise, what another rounding does to FP8 on all: kl_k3 up to {found.noise:.3g}.")
 
 
 def _units_table(found: "Attribution") -> Table:
@@ -110,7 +110,7 @@ def _units_table(found: "Attribution") -> Table:
         table.add_row(
             row.unit.name,
             *_effect(row.alone),
-            f"{row.alone.kl_k3 - found.floor:+.5f}",
+            f"{row.alone.kl_k3 - found.floor:+.2g}",
             *_effect(row.left_out),
             _fall(row.fall),
             f"{row.unit.share:.1%}",
