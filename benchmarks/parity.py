@@ -25,7 +25,7 @@ from fp8rl.device import compute_environment, resolve
 from fp8rl.recipe.load import load_recipe
 
 ARMS = ("bf16", "fp8-e2e", "fp8-e2e-kv")
-ROUNDS = 5
+ROUNDS = 3
 
 
 class Sources:
