@@ -38,6 +38,7 @@ class Backends:
     rollout_linears: str
     kv_cache: str
     learner_linears: str
+    learner_rounding: str
     fp8_backend: str
 
     def load(self, part: str) -> Any:
@@ -84,6 +85,12 @@ def resolve(recipe: Recipe) -> Backends:
             f"{_PRODUCTS[fp8_backend]}"
             if precision.learner is Linear.FP8
             else "BF16, torch"
+        ),
+        learner_rounding=(
+            "as vLLM's CPU kernels; attention by vLLM's own"
+            + (", of K and V as the FP8 cache holds them" * (precision.learner_kv is Linear.FP8))
+            if precision.parity
+            else "as Megatron-core and torch"
         ),
         fp8_backend=fp8_backend,
     )

@@ -37,12 +37,16 @@ def require_runnable(recipe: Recipe, *, is_prepared: bool = False) -> None:
 
 
 def require_backend(recipe: Recipe) -> None:
-    """Raises BackendError where what is to compute FP8 products cannot run on this machine.
+    """Raises BackendError where what is to compute FP8 products cannot run on this machine, and
+    EngineKernelError where the engine's attention cannot that parity asks for.
 
     It imports torch, and may compile: for a process that does so anyway, before long work.
     """
+    from fp8rl.model.engine_attention import kernels
     from fp8rl.numerics.backends import backend
 
+    if recipe.precision.parity:
+        kernels()
     precision = recipe.precision
     products = backend(resolve(recipe).fp8_backend)
     if precision.learner is Linear.FP8:

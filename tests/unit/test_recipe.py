@@ -694,3 +694,23 @@ def test_what_is_left_to_the_machine_is_settled_once(monkeypatch):
     assert settled(here) == here
     assert settled(tiny("threads=3")).threads == 3
     assert settled(recipe).step_digest() != here.step_digest()
+
+
+def test_parity_is_asked_for_before_the_warm_start_and_what_rounds_is_told(monkeypatch):
+    from fp8rl.model import engine_attention
+    from fp8rl.preflight import require_backend
+
+    def broken():
+        raise engine_attention.EngineKernelError("no kernels here")
+
+    recipe = Recipe.model_validate({"precision": {"kv_cache": "fp8", "learner_kv": "fp8"}})
+    require_backend(recipe)
+    monkeypatch.setattr(engine_attention, "kernels", broken)
+    with pytest.raises(engine_attention.EngineKernelError, match="no kernels here"):
+        require_backend(recipe)
+    without = recipe.model_copy(
+        update={"precision": recipe.precision.model_copy(update={"parity": False})}
+    )
+    require_backend(without)
+    assert "as the FP8 cache holds them" in resolve(recipe).learner_rounding
+    assert resolve(without).learner_rounding == "as Megatron-core and torch"
