@@ -243,8 +243,11 @@ def test_scales_of_the_engine_side(runs_dir, run_arm):
     assert journal.record(1, "rollout").metrics["kv/saturated_share"] < 1e-3
 
 
-def test_mismatch_is_small_and_recomputed_alike_by_transformers(run):
-    """transformers' own model in FP32 on the published weights, on the tokens of the last rollout."""
+def test_there_is_no_mismatch_and_transformers_has_little(run):
+    """The learner agrees with what was sampled; so does, but for its rounding, transformers' own model
+    in FP32 on the published weights, on the tokens of the last rollout.
+    """
+    from fp8rl.model.engine_attention import instructions
     from fp8rl.model.source import model_dims
     from fp8rl.numerics.formats import Scaling, weight_scheme
     from fp8rl.numerics.quantise import Quantised
@@ -255,8 +258,7 @@ def test_mismatch_is_small_and_recomputed_alike_by_transformers(run):
         run.journal.record(n, "train").metrics["mismatch/token_mult_prob_error"]
         for n in range(1, run.recipe.iterations + 1)
     ]
-    assert max(logged) < limit
-    assert min(logged) > 1.0  # measured, not assumed
+    assert max(logged) < (1 + 1e-4 if instructions() == "vec" else 1.01)
     version = run.recipe.iterations - 1
     _, tensors = read_published(run.journal.weights_folder(version), version)
     weights = {}
@@ -276,8 +278,9 @@ def test_mismatch_is_small_and_recomputed_alike_by_transformers(run):
     with torch.no_grad():
         p, _ = token_logprobs(reference(batch.tokens).logits, batch.tokens, 1.0)
     independent = mismatch_panel(batch.g, p, batch.mask, truncate=2.0)["token_mult_prob_error"]
-    assert independent < limit
-    assert independent - 1 == pytest.approx(logged[-1] - 1, rel=0.7, abs=3e-3)
+    assert max(logged) < independent < limit
+    shifted = mismatch_panel(batch.g.roll(1, 1), p, batch.mask, truncate=2.0)
+    assert shifted["token_mult_prob_error"] > 1.2  # the comparison can fail
 
 
 def test_arms_start_from_the_same_weights(run_arm):
