@@ -15,7 +15,7 @@ from fp8rl.model.source import model_folder
 from fp8rl.recipe.load import load_recipe
 from fp8rl.tables import from_parquet
 
-pytestmark = pytest.mark.pipeline
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 RECIPE = Path(__file__).parents[2] / "configs" / "smollm2" / "fp8-e2e-kv.yaml"
 BLOCK = 128
