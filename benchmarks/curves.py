@@ -1,8 +1,6 @@
 """`make bench-curves`: the mismatch of every arm over 30 iterations of the tiny recipe.
 
-Every arm as it is, and two of those with the same precision on both sides without parity as well (the
-learner rounds as Megatron-core does, and keeps K and V in BF16). Written: benchmarks/results/curves.json and
-docs/parity_curves.png.
+Written: benchmarks/results/curves.json and docs/parity_curves.png.
 """
 
 import statistics
@@ -16,29 +14,25 @@ from rich.table import Table
 
 from benchmarks import record
 from benchmarks.commands import fp8rl
-from benchmarks.mismatch import WITHOUT
 from benchmarks.pipeline import ARMS, CONFIGS
 from fp8rl.journal import Journal
 
 ITERATIONS = 30
 PLOT = Path(__file__).parent.parent / "docs" / "parity_curves.png"
-RUNS = {f"curve-{arm}": (arm, ()) for arm in ARMS} | {
-    f"without-{arm}": (arm, WITHOUT) for arm in ("bf16", "fp8-e2e-kv")
-}
 _METRIC = "mismatch/token_mult_prob_error"
 
 
 def train(runs: Path, console: Console) -> None:
     """Trains what is not yet in `runs`. Raises RuntimeError where a run does not end."""
-    for name, (arm, more) in RUNS.items():
-        folder = runs / name
+    for arm in ARMS:
+        folder = runs / f"curve-{arm}"
         if folder.is_dir() and len(Journal(folder).iterations()) == ITERATIONS + 1:
             continue
-        with console.status(name):
+        with console.status(arm):
             fp8rl(
                 runs / "log.txt",
-                *("run", str(CONFIGS / "tiny" / f"{arm}.yaml"), f"runs_dir={runs}", f"name={name}"),
-                *(f"iterations={ITERATIONS}", "evaluate.every=15", *more),
+                *("run", str(CONFIGS / "tiny" / f"{arm}.yaml"), f"runs_dir={runs}"),
+                *(f"name={folder.name}", f"iterations={ITERATIONS}", "evaluate.every=15"),
             )
 
 
@@ -67,12 +61,9 @@ def plot(found: dict[str, dict[str, Any]], path: Path) -> None:
 
     figure, axis = plt.subplots(figsize=(9, 4.8))
     floor = 1e-6
-    for name, one in found.items():
-        arm, more = RUNS[name]
-        label = f"{arm}, without parity" if more else arm
+    for arm, one in found.items():
         excess = [max(value - 1, floor) for value in one["token_mult_prob_error"]]
-        style = {"linestyle": "--", "alpha": 0.7} if more else {}
-        axis.plot(range(1, len(excess) + 1), excess, label=label, color=f"C{ARMS.index(arm)}", **style)
+        axis.plot(range(1, len(excess) + 1), excess, label=arm)
     axis.set_yscale("log")
     axis.set_ylim(floor / 2, None)
     axis.annotate("none at all", (1, floor), (3, 3), textcoords="offset points", fontsize=8)
@@ -92,9 +83,9 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         runs = Path(arguments[0]) if arguments else Path(temporary)
         train(runs, console)
-        found = {name: summary(Journal(runs / name)) for name in RUNS}
+        found = {arm: summary(Journal(runs / f"curve-{arm}")) for arm in ARMS}
     table = Table(title="token_mult_prob_error over 30 iterations", title_justify="left")
-    for heading in ("run", "median", "worst", "accuracy"):
+    for heading in ("arm", "median", "worst", "accuracy"):
         table.add_column(heading, justify="right" if table.columns else "left")
     for name, one in found.items():
         table.add_row(name, f"{one['median']:.6f}", f"{one['worst']:.6f}", f"{one['accuracy']:.1%}")
