@@ -85,6 +85,9 @@ def label(name: str) -> str:
     return f"\u200b{text}" if text.startswith("_") else text
 
 
+_LEAST_SPAN = 1e-3
+
+
 def plot_curves(panels: Sequence[Panel]) -> bytes:
     """A PNG of `panels`, three in a row."""
     rows = -(-len(panels) // 3)
@@ -99,10 +102,19 @@ def plot_curves(panels: Sequence[Panel]) -> bytes:
         axis.locator_params(axis="x", integer=True)
         if panel.limits:
             axis.set_ylim(*panel.limits)
+        _at_least(axis, _LEAST_SPAN)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
     axes[0].legend(fontsize=8)
     return _png(figure)
+
+
+def _at_least(axis: Any, share: float) -> None:
+    """Has the vertical axis span that share of what it shows: differences of last bits are no curve."""
+    low, high = axis.get_ylim()
+    spare = share * max(abs(low), abs(high)) - (high - low)
+    if spare > 0:
+        axis.set_ylim(low - spare / 2, high + spare / 2)
 
 
 def _line(axis: Any, points: Sequence[Point], name: str, number: int) -> None:

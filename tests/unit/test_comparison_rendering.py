@@ -126,3 +126,20 @@ def test_mlflow_has_one_comparison_of_an_experiment_beside_its_runs(tmp_path):
     assert {f.path for f in client.list_artifacts(first)} == {path.name for path in paths}
     kept = client.download_artifacts(first, paths[0].name, str(tmp_path))
     assert Path(kept).read_text() == "newer"
+
+
+def test_differences_of_last_bits_are_drawn_flat():
+    import matplotlib.pyplot as plt
+
+    from fp8rl.comparison.plots import _at_least
+
+    _, (flat, steep) = plt.subplots(2)
+    flat.plot([1.0, 1.0 + 1e-10])
+    _at_least(flat, 1e-3)
+    low, high = flat.get_ylim()
+    assert high - low > 0.9e-3
+    steep.plot([1.0, 2.0])
+    before = steep.get_ylim()
+    _at_least(steep, 1e-3)
+    assert steep.get_ylim() == before
+    plt.close("all")
