@@ -4,6 +4,7 @@ import pytest
 
 from fp8rl.layerwise.attribution_recipe import measured_recipe
 from fp8rl.layerwise.attribution_report import figures, plot, report_of
+from tests.contract.test_parity import EXACT
 from tests.models import recipe_with
 from tests.planted import KIND, LAYER, MODEL, write_planted
 
@@ -28,13 +29,14 @@ def test_what_is_predicted_is_what_the_engine_computes(tmp_path):
     measured = measured_recipe(recipe, weights=weights)
     report = report_of(measured, weights=weights, most=2, budget=0.6)
     found, done = report.attribution, report.confirmation
-    assert (report.stand_in.tokens, report.stand_in.differ) == (report.tokens, 0)
     assert done is not None
+    assert report.stand_in.tokens == done.agreement.tokens == report.tokens
     assert found.suggestion[0].name in (f"layer {LAYER}", KIND)
-    assert (done.agreement.tokens, done.agreement.differ) == (report.tokens, 0)
     predicted = [step for step in found.steps if step.taken][-1]
-    assert done.chosen_on.kept.plain == predicted.effect.plain
-    assert done.chosen_on.all_fp8.plain == found.all_fp8.plain
+    if EXACT:
+        assert report.stand_in.differ == done.agreement.differ == 0
+        assert done.chosen_on.kept.plain == predicted.effect.plain
+        assert done.chosen_on.all_fp8.plain == found.all_fp8.plain
     assert done.held_out.kept.kl_k3 < done.held_out.all_fp8.kl_k3 / 5
     assert done.held_out.all_fp8.kl_k3 != done.chosen_on.all_fp8.kl_k3
     assert done.bytes[1] - done.bytes[0] == found.units.bytes_more(found.suggestion)
