@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 from rich.progress import track
 
@@ -38,12 +39,13 @@ class Sources:
         self.learner, self.model = self.bench.learner, self.bench.learner.model
         self.batch = self.bench.batch(self.bench.engine.generate(self.bench.requests, version=0))
 
-    def error(self, g: Any = None, **options: Any) -> dict[str, float]:
+    def error(self, **options: Any) -> dict[str, float]:
         """token_mult_prob_error, kl_k3 and the share of log-probs that are equal to the last bit."""
+        return self._between(self.batch.g, self.learner.logprobs(self.batch, version=0, **options))
+
+    def _between(self, g: Any, p: Any) -> dict[str, float]:
         from fp8rl.mismatch import mismatch_panel
 
-        g = self.batch.g if g is None else g
-        p = self.learner.logprobs(self.batch, version=0, **options)
         mask = self.batch.mask
         panel = mismatch_panel(g, p, mask, truncate=2.0)
         keys = ("token_mult_prob_error", "kl_k3")
@@ -51,6 +53,7 @@ class Sources:
 
     def measure(self) -> dict[str, Any]:
         """Everything of one arm."""
+        from fp8rl.layerwise.setup import engine_logprobs
         from fp8rl.model.rounding import ENGINE, MEGATRON, POINTS
 
         found: dict[str, Any] = {"nothing": {"all_but": self.error()}}
@@ -67,24 +70,10 @@ class Sources:
                 found[name] = {"all_but": self.error()}
         found["micro_batch_1"] = {"all_but": self.error(micro_batch=1)}
         found["micro_batch_all"] = {"all_but": self.error(micro_batch=len(self.batch.lengths))}
-        found["decoding_against_prefill"] = {"all_but": self._prefill()}
+        prefill = engine_logprobs(self.bench.engine, self.batch)
+        found["decoding_against_prefill"] = {"all_but": self._between(self.batch.g, prefill)}
         found["one_thread"] = {"all_but": self._one_thread()}
         return found | {"train_s": self._speed()}
-
-    def _prefill(self) -> dict[str, float]:
-        """The engine's own prefill of what it decoded, in the place of the learner."""
-        requests = self.bench.requests
-        tokens = [
-            [*request.prompt, *row[mask].tolist()]
-            for request, row, mask in zip(
-                requests, self.batch.tokens[:, 1:], self.batch.mask, strict=True
-            )
-        ]
-        scores = self.bench.engine.score(tokens, version=0)
-        g = self.batch.g.clone()
-        for row, values in zip(g, scores, strict=True):
-            row[: len(values)] = row.new_tensor(values)
-        return self.error(g)
 
     def _one_thread(self) -> dict[str, float]:
         import torch
@@ -128,36 +117,22 @@ class Sources:
             for hook in hooks:
                 hook.remove()
 
-    @contextmanager
-    def _fp32_head(self) -> Iterator[None]:
+    def _fp32_head(self) -> Any:
         """FP32 logits on the learner's side alone."""
         from fp8rl.model import megatron
 
-        layer, before = self.model.gpt.output_layer, self.model.gpt.output_layer._forward_impl
-        layer._forward_impl = megatron._fp32_head
-        try:
-            yield
-        finally:
-            layer._forward_impl = before
+        return patch.object(self.model.gpt.output_layer, "_forward_impl", megatron._fp32_head)
 
-    @contextmanager
-    def _fp64_log_softmax(self) -> Iterator[None]:
+    def _fp64_log_softmax(self) -> Any:
         import torch
 
         before = torch.log_softmax
-        torch.log_softmax = lambda x, dim: before(x.double(), dim=dim).float()
-        try:
-            yield
-        finally:
-            torch.log_softmax = before
+        return patch.object(torch, "log_softmax", lambda x, dim: before(x.double(), dim=dim).float())
 
-    @contextmanager
-    def _products_in_two_halves(self) -> Iterator[None]:
+    def _products_in_two_halves(self) -> Any:
         """FP8 products as the sum of two FP32 products over half of the groups each."""
         from fp8rl.numerics.backends.reference import Reference
         from fp8rl.numerics.quantise import round_trip
-
-        before = Reference.forward
 
         def halves(_: Any, x: Any, prepared: Any, scheme: Any) -> Any:
             rounded, weight = round_trip(x, scheme, name="activation"), prepared.fused
@@ -165,11 +140,7 @@ class Sources:
             second = rounded[:, middle:] @ weight[:, middle:].t()
             return (second + rounded[:, :middle] @ weight[:, :middle].t()).to(x.dtype)
 
-        Reference.forward = halves  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            Reference.forward = before  # type: ignore[method-assign]
+        return patch.object(Reference, "forward", halves)
 
     @contextmanager
     def _bf16_kv(self) -> Iterator[None]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from fp8rl import machine
 from fp8rl.layerwise.attribution import Attribution, Effect, Fall, Measure, Row, attribute
-from fp8rl.layerwise.confirmation import Agreement, Confirmation, OnTokens, confirm, engine_logprobs
-from fp8rl.layerwise.setup import Setup, batch_of, trained_model
+from fp8rl.layerwise.confirmation import Agreement, Confirmation, OnTokens, confirm
+from fp8rl.layerwise.setup import Setup, batch_of, engine_logprobs, trained_model
 from fp8rl.layerwise.units import Unit, exclude_override, units_of
 from fp8rl.recipe.rules import rollout_fp8
 from fp8rl.recipe.schema import Recipe

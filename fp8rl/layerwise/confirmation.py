@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from fp8rl import progress
 from fp8rl.layerwise.attribution import Effect, Fall, Measure
-from fp8rl.layerwise.setup import Setup, batch_of
+from fp8rl.layerwise.setup import Setup, batch_of, engine_logprobs
 from fp8rl.layerwise.units import Unit, Units, exclude_override
 from fp8rl.learner.batch import Batch
 from fp8rl.learner.publishing import published_specs, published_tensors
@@ -69,15 +68,6 @@ class Confirmation:
     bytes: tuple[int, int]
     speed: float
     speeds: list[float]
-
-
-def engine_logprobs(engine: Engine, batch: Batch) -> Tensor:
-    """[B, T]: what the engine's `score` says of the batch's answers; 0 outside."""
-    sequences = [row[:length].tolist() for row, length in zip(batch.tokens, batch.lengths, strict=True)]
-    result = torch.zeros_like(batch.g)
-    for row, scores in zip(result, engine.score(sequences, version=0), strict=True):
-        row[: len(scores)] = torch.tensor(scores)
-    return torch.where(batch.mask, result, 0.0)
 
 
 def recipe_with_kept(recipe: Recipe, units: Units, kept: Sequence[Unit], setup: Setup) -> Recipe:

@@ -13,7 +13,7 @@ from fp8rl.layerwise.compare import Difference, differences, plain, summary, ver
 from fp8rl.layerwise.engine_points import see_engine
 from fp8rl.layerwise.learner_points import replay, see_learner
 from fp8rl.layerwise.points import Seen
-from fp8rl.layerwise.setup import Setup, batch_of, trained_model
+from fp8rl.layerwise.setup import Setup, batch_of, engine_logprobs, trained_model
 from fp8rl.learner.batch import Batch
 from fp8rl.mismatch import mismatch_panel
 from fp8rl.model.rounding import ENGINE, MEGATRON, POINTS, Rounding
@@ -107,9 +107,9 @@ class _Comparison:
         done = setup.engine.generate(requests, version=0)
         self.batch: Batch = batch_of(requests, done)
         pairs = zip(requests, done, strict=True)
-        self.all = [[*request.prompt, *completion.tokens] for request, completion in pairs]
+        sequences = [[*request.prompt, *completion.tokens] for request, completion in pairs]
         # Of every prompt some: samples of a prompt stand together.
-        self.sequences = self.all[:: max(1, len(self.all) // most)][:most]
+        self.sequences = sequences[:: max(1, len(sequences) // most)][:most]
 
     def _step(self, text: str) -> None:
         progress.emit(progress.Event("phase", text, done=self._done, total=self._total))
@@ -155,11 +155,7 @@ class _Comparison:
         return self._mismatch(self.batch.g, self.learner.logprobs(self.batch, version=0))
 
     def _prefill(self) -> Mismatch:
-        scores = self.setup.engine.score(self.all, version=0)
-        g = self.batch.g.clone()
-        for row, values in zip(g, scores, strict=True):
-            row[: len(values)] = row.new_tensor(values)
-        return self._mismatch(self.batch.g, g)
+        return self._mismatch(self.batch.g, engine_logprobs(self.setup.engine, self.batch))
 
     def _mismatch(self, g: Tensor, p: Tensor) -> Mismatch:
         mask = self.batch.mask

@@ -4,6 +4,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from fp8rl.data.prepare import batch_prompts, prepare_data
 from fp8rl.journal import MODEL_FILE
 from fp8rl.learner.batch import Batch, make_batch
@@ -84,3 +87,12 @@ def batch_of(requests: Sequence[Request], completions: Sequence[Completion]) -> 
         [completion.tokens for completion in completions],
         [completion.logprobs for completion in completions],
     )
+
+
+def engine_logprobs(engine: Engine, batch: Batch) -> Tensor:
+    """[B, T]: what the engine's `score` says of the batch's answers; 0 outside."""
+    sequences = [row[:length].tolist() for row, length in zip(batch.tokens, batch.lengths, strict=True)]
+    result = torch.zeros_like(batch.g)
+    for row, scores in zip(result, engine.score(sequences, version=0), strict=True):
+        row[: len(scores)] = torch.tensor(scores)
+    return torch.where(batch.mask, result, 0.0)

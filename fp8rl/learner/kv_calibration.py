@@ -41,5 +41,5 @@ def calibrate(
         version=version,
         source=source,
         side="learner",
-        tokens_available=observer.tokens if tokens_available is None else tokens_available,
+        tokens_available=tokens_available,
     )

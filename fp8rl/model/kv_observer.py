@@ -97,9 +97,10 @@ class KvObserver:
         return _number(int(torch.searchsorted(up_to, rank)) << 16)
 
     def scales(
-        self, *, margin: float, version: int, source: str, side: str, tokens_available: int
+        self, *, margin: float, version: int, source: str, side: str, tokens_available: int | None
     ) -> KvScales:
-        """Descales magnitude * margin / 448 of every layer. The rest: fields of KvScales.
+        """Descales magnitude * margin / 448 of every layer. The rest: fields of KvScales;
+        tokens_available: None where all were seen.
 
         Raises KvScalesError where a layer was not seen or its magnitude is zero, NaN or Inf.
         """
@@ -111,10 +112,9 @@ class KvObserver:
             LayerScales(**{name: descale(self.magnitude(n, name), margin) for name in _NAMES})
             for n in range(layers)
         )
+        available = self.tokens if tokens_available is None else tokens_available
         statistic = "amax" if self.percentile is None else f"percentile {self.percentile:g}"
-        scales = KvScales(
-            version, values, self.tokens, source, side, statistic, tokens_available=tokens_available
-        )
+        scales = KvScales(version, values, self.tokens, source, side, statistic, available)
         scales.require_usable(layers=layers, version=version)
         return scales
 

@@ -255,7 +255,7 @@ class Engine:
             version=version,
             source=source,
             side="engine",
-            tokens_available=observer.tokens if tokens_available is None else tokens_available,
+            tokens_available=tokens_available,
         )
 
     def _require_fp8_kv(self) -> None:
